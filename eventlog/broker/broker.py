@@ -33,7 +33,10 @@ LOCK_PATIENCE_S = 25.0
 """Maximum seconds to wait for the broker of a process that has just died: the longest that its shutdown takes."""
 FULL_BYTES = 1024 * 1024
 """Free disk space below which a broker cannot even write its log."""
-JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
+JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
+"""Level 1: the JVM's second compiler would take more CPU than the requests, for many thousands of them, beside the
+services on the same cores; and its code is hardly faster under load.
+"""
 CLASSES_LISTED = "classes.txt"
 ENDED_AS_ASKED = 128 + signal.SIGTERM
 CRASHED = -signal.SIGABRT
@@ -371,7 +374,7 @@ def _environment() -> dict[str, str]:
 
 def _format_storage(classes: ClassArchive, properties: Path) -> None:
     cluster = "R" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode("ascii")[1:22]
-    command = [str(classes.java), *JVM, "-XX:TieredStopAtLevel=1", f"-XX:SharedArchiveFile={classes.path}"]
+    command = [str(classes.java), *JVM, f"-XX:SharedArchiveFile={classes.path}"]
     command += ["-cp", classes.classpath, "kafka.tools.StorageTool", "format", "--cluster-id", cluster]
     command += ["--config", properties.name, "--ignore-formatted"]
     folder = properties.parent

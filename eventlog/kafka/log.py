@@ -7,6 +7,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.codec import lz4_encode
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
 from rollstream.eventlog.codec import encode
@@ -38,6 +39,8 @@ LINGER_MS = 0
 progress, and records that arrive meanwhile are sent together with the next: under load, this makes batches without a
 wait.
 """
+LZ4_LEVEL = 1
+"""aiokafka has no setting for it. Its level 9 takes five times as long, and batches are 1 to 5 % smaller."""
 BATCH_BYTES = 256 * 1024
 MAX_REQUEST_BYTES = 9 * MIB
 POLL_WAIT_MS = 100
@@ -91,6 +94,7 @@ class KafkaLog(OpenedByBlock):
         self._require(self._admin)
         async with self._making_producer:
             if self._producer is None:
+                lz4_encode.__defaults__ = (LZ4_LEVEL,)
                 producer = AIOKafkaProducer(
                     **self._common_options(),
                     acks="all",

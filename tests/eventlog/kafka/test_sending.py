@@ -3,10 +3,11 @@
 import asyncio
 from typing import Any
 
+import cramjam
 import pytest
 from aiokafka.producer.sender import Sender
 
-from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.eventlog.kafka.log import LZ4_LEVEL, KafkaLog
 from rollstream.schemas.kafka import KafkaSettings
 
 pytestmark = pytest.mark.kafka
@@ -38,3 +39,22 @@ def test_records_do_not_wait_for_others_and_those_that_come_while_one_is_on_its_
             assert num_records[1:] == [1, 50]
 
     asyncio.run(scenario())
+
+
+def test_records_are_compressed_at_the_fast_level(kafka: KafkaSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[int] = []
+    compressor = cramjam.lz4.Compressor
+
+    def noted(level: int, **options: Any) -> Any:
+        levels.append(level)
+        return compressor(level=level, **options)
+
+    monkeypatch.setattr(cramjam.lz4, "Compressor", noted)
+
+    async def scenario() -> None:
+        async with KafkaLog(kafka) as log:
+            await log.ensure_topics(num_partitions=6)
+            await log.send_raw("dlq", key=b"a", value=b"x" * 1000)
+
+    asyncio.run(scenario())
+    assert levels == [LZ4_LEVEL]
