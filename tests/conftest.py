@@ -23,10 +23,6 @@ from rollstream.schemas.kafka import KafkaSettings
 if TYPE_CHECKING:
     from tests.rigs.services.vllm_server import VllmServer
 
-os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
-"""Brokers of tests live for seconds: compiling their code a second time would cost more than it brings."""
-
-
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 """A busy machine is not a fault of the code under test."""
