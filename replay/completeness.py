@@ -289,7 +289,8 @@ def _needed(events: RunEvents, job: JobSubmitted, group: GroupState, used: Mappi
 
 
 def _claims(events: RunEvents, model_group: str) -> Iterator[Named]:
-    claimed = {claim.term for claim, _ in of_type(events.by_topic.get("weights", ()), LearnerClaimed)}
+    claims = of_type(events.by_topic.get("weights", ()), LearnerClaimed)
+    claimed = {claim.term for claim, _ in claims if claim.model_group == model_group}
     for kind in (ReferenceScored, StepTrained, WeightsPublished):
         for event, _ in of_type(events.by_topic.get("weights", ()), kind):
             if event.model_group == model_group and terms.needs_claim(event) and event.term not in claimed:

@@ -63,6 +63,9 @@ class _BuiltIn(AlgorithmSettings):
         return {**found, f"{self.name} does not use it": self._others} if self._others else found
 
 
+_AGGREGATION = ("aggregation", "aggregation_length")
+
+
 def _default(name: str) -> Any:
     return next(
         (one.model_fields[name].get_default() for one in BUILT_IN.values() if name in one.model_fields),
@@ -100,6 +103,12 @@ class GspoSettings(PolicyGradientSettings):
         if self.off_policy is not None and self.off_policy.level != "sequence":
             raise ValueError("off_policy.level: gspo has one ratio a sequence; use level sequence")
         return self
+
+    def unused(self) -> dict[str, tuple[str, ...]]:
+        """Keys of an aggregation, which is by sequences here."""
+        found = super().unused()
+        given = tuple(key for key in _AGGREGATION if key in self.model_fields_set)
+        return {**found, "gspo is always the mean over sequences": given} if given else found
 
 
 class DppoSettings(PolicyGradientSettings):
@@ -259,7 +268,8 @@ class MixSettings(PolicyGradientSettings):
         for why, keys, weight in (("ref_kl", taught, self.ref_kl), ("ce", ("ce_threshold",), self.ce)):
             given = tuple(key for key in keys if key in self.model_fields_set)
             found = found if weight or not given else {**found, f"{why} is 0": given}
-        return found
+        aggregated = tuple(key for key in _AGGREGATION if key in self.model_fields_set)
+        return {**found, "mix is the mean over the tokens of each component": aggregated} if aggregated else found
 
 
 class ExpertIterationSettings(AlgorithmSettings):

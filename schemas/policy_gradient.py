@@ -175,6 +175,9 @@ class PolicyGradientSettings(AlgorithmSettings):
             found = {**found, f"advantage is {self.advantage}, not gdpo": ("reward_weights",)}
         if self.step_rewards == "total" and self.step_discount != 1:
             found = {**found, "step_rewards is total": ("step_discount",)}
+        off_policy = self.off_policy
+        if off_policy is not None and off_policy.reject is None and "reject_above" in off_policy.model_fields_set:
+            found = {**found, "off_policy.reject is not given": ("off_policy.reject_above",)}
         return found
 
 

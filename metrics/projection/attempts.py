@@ -29,6 +29,12 @@ SELECT m.rollout_id, m.run_id FROM log.batch_member m
 JOIN log.batch_planned b ON b.batch_id = m.batch_id AND b.log_offset = m.log_offset
 WHERE m.log_offset BETWEEN $1 AND $2 AND m.batch_id IN (SELECT unnest($3::VARCHAR[]))
 """
+MAX_BIGINT = 2**63 - 1
+_SUM = (
+    f"coalesce(CASE WHEN {{0}}::HUGEINT + excluded.{{0}} > {MAX_BIGINT} THEN {MAX_BIGINT} "
+    "ELSE {0} + excluded.{0} END, {0}, excluded.{0})"
+)
+"""Of numbers that are not negative, so that their order does not matter where the sum is too large."""
 _ATTEMPT = ("rollout_id", "run_id", "group_id")
 READ: dict[str, tuple[str, ...]] = {
     "rollout_started": _ATTEMPT,
@@ -52,14 +58,14 @@ COMBINE = {
     "cause": "coalesce({0}, excluded.{0})",
     "end_offset": "coalesce({0}, excluded.{0})",
     "last_offset": "greatest({0}, excluded.{0})",
-    "step_tokens": "coalesce({0} + excluded.{0}, {0}, excluded.{0})",
+    "step_tokens": _SUM,
     "settled": "coalesce({0}, excluded.{0})",
     "settled_cause": "coalesce({0}, excluded.{0})",
     "settled_tokens": "coalesce({0}, excluded.{0})",
-    "member_tokens": "coalesce({0} + excluded.{0}, {0}, excluded.{0})",
+    "member_tokens": _SUM,
     "is_rejected": "{0} OR excluded.{0}",
     "rejected_cause": "least({0}, excluded.{0})",
-    "rejected_tokens": "coalesce({0} + excluded.{0}, {0}, excluded.{0})",
+    "rejected_tokens": _SUM,
     "is_planned": "{0} OR excluded.{0}",
     "is_trained": "{0} OR excluded.{0}",
 }
@@ -129,6 +135,8 @@ def _known(found: dict[str, Row], row: Mapping[str, Any]) -> Row:
     attempt = _of(found, row["rollout_id"])
     if not attempt["is_known"]:
         attempt.update(run_id=row["run_id"], group_id=row["group_id"], is_known=True)
+    elif attempt["run_id"] != row["run_id"] or attempt["group_id"] != row["group_id"]:  # of a writer that is wrong
+        attempt.update({name: min(attempt[name], row[name]) for name in ("run_id", "group_id")})
     return attempt
 
 
@@ -138,4 +146,4 @@ def _reach(attempt: Row, offset: int) -> None:
 
 def _add(attempt: Row, name: str, number: int | None) -> None:
     if number is not None:
-        attempt[name] = (attempt[name] or 0) + number
+        attempt[name] = min((attempt[name] or 0) + number, MAX_BIGINT)

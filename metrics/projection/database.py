@@ -222,7 +222,10 @@ class Database:
             with self._idle:
                 if self._has_ended:
                     self._reopen()
-                self._write(rows, offsets)
+                try:
+                    self._write(rows, offsets)
+                except duckdb.InvalidInputException:  # an integer is too large: to look at all of them takes long
+                    self._write({name: self._inserts[name].fitting(found) for name, found in rows.items()}, offsets)
                 self._checkpoint_if_due()
         except (duckdb.Error, MetricsFileError) as error:
             if not _is_disk_full(error):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import duckdb
 import orjson
 
-from rollstream.metrics.projection.attempts import COMBINE, READ
+from rollstream.metrics.projection.attempts import COMBINE, MAX_BIGINT, READ
 
 ROWS_AT_ONCE = 2000
 """Rows of one statement. With 20,000 rows of 2 kB, one statement takes three times the memory and the time."""
@@ -22,12 +22,18 @@ class Insert(NamedTuple):
     columns: tuple[str, ...]
     floats: tuple[str, ...]
     """Columns of type DOUBLE."""
+    integers: tuple[str, ...]
+    """Columns of type BIGINT."""
 
     def texts(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """The statement's parameter, once for each part of the rows, which have a value or None for every column."""
         for first in range(0, len(rows), ROWS_AT_ONCE):
             part = rows[first : first + ROWS_AT_ONCE]
             yield orjson.dumps([self._writable(row) for row in part] if self.floats else part).decode()
+
+    def fitting(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The rows with the nearest integer that a column can hold in place of one beyond 64 bits."""
+        return [{**row, **{name: _fitting(row[name]) for name in self.integers}} for row in rows]
 
     def _writable(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """JSON has no number for infinity and NaN; DuckDB reads them from texts."""
@@ -62,7 +68,14 @@ def _insert(table: str, columns: Mapping[str, str]) -> Insert:
         insert += f" (rollout_id) DO UPDATE SET {combined}"
     else:
         insert += " DO NOTHING" + (f" RETURNING {', '.join(READ[table])}" if table in READ else "")
-    return Insert(insert, tuple(columns), tuple(name for name, data_type in columns.items() if data_type == "DOUBLE"))
+    floats, integers = (
+        tuple(name for name, data_type in columns.items() if data_type == wanted) for wanted in ("DOUBLE", "BIGINT")
+    )
+    return Insert(insert, tuple(columns), floats, integers)
+
+
+def _fitting(value: int | None) -> int | None:
+    return None if value is None else max(-MAX_BIGINT - 1, min(value, MAX_BIGINT))
 
 
 def _transported(data_type: str) -> str:

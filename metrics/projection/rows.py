@@ -12,6 +12,7 @@ from rollstream.metrics.projection.rows_training import TRAINING_ROWS
 from rollstream.schemas.ids import run_of
 from rollstream.schemas.topics import BY_NAME
 
+MAX_DIGITS = 18
 CONNECT = "__connect.errors."
 """Prefix of Kafka Connect's error headers."""
 
@@ -96,4 +97,5 @@ def dead_letter_row(record: Record) -> Row:
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isascii() and text.isdigit() else None
+    """A number in a header, which another program may have written; None if it is none, or no BIGINT can hold it."""
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else None

@@ -377,7 +377,8 @@ WITH first AS (
 )
 SELECT run_id, job_id, model_group, min(version) AS version, min(batch_id) AS batch_id, trajectory_id, role, model,
     temperature, context, sum(num_tokens)::BIGINT AS num_tokens,
-    sum(mean_logprob * num_tokens) / nullif(sum(num_tokens), 0) AS mean_logprob, log.at(max(time_ms)) AS scored_at
+    CASE WHEN bool_and(mean_logprob IS NOT NULL OR num_tokens = 0)
+        THEN sum(mean_logprob * num_tokens) / nullif(sum(num_tokens), 0) END AS mean_logprob, log.at(max(time_ms)) AS scored_at
 FROM first
 GROUP BY run_id, job_id, model_group, trajectory_id, trajectory_sha256, scorer_sha256, role, model, temperature, context
 HAVING count(*) = max(num_parts) ORDER BY model_group, version, trajectory_id, role;

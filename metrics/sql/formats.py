@@ -21,6 +21,8 @@ MAX_CELL_CHARS = 80
 FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 """First characters of a text that a spreadsheet evaluates, including the full-width forms of these signs."""
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_JSON, _BLOB = re.compile(r'(?<!")\bJSON\b(?!")'), re.compile(r'(?<!")\bBLOB\b(?!")')
+"""Types within a type; a field of that name is in quotes."""
 NUMBERS = ("INTEGER", "BIGINT", "HUGEINT", "SMALLINT", "TINYINT", "DOUBLE", "FLOAT", "DECIMAL", "UBIGINT", "UINTEGER")
 
 
@@ -128,13 +130,17 @@ def _count(result: Result) -> str:
 
 def _stored_types(result: Result) -> list[str]:
     """Types to store; what came as plain text only (blobs as hex, intervals, enums) stays text."""
-    return ["VARCHAR" if kind.startswith(("BLOB", "INTERVAL", "ENUM", "BIT", '"')) else kind for kind in result.types]
+    kinds = [_BLOB.sub("VARCHAR", kind) for kind in result.types]
+    return ["VARCHAR" if kind.startswith(("INTERVAL", "ENUM", "BIT", '"')) else kind for kind in kinds]
 
 
 def _stored_value(number: int, kind: str) -> str:
     text = f"unnest(${number}::VARCHAR[])"
     is_nested = kind.startswith(("STRUCT", "MAP")) or kind.endswith("]")
-    return f"CAST(CAST({text} AS JSON) AS {kind})" if is_nested else f"CAST({text} AS {kind})"
+    if not is_nested:
+        return f"CAST({text} AS {kind})"
+    # JSON within a list or an object is a text there, which DuckDB would take for a value instead of reading it.
+    return f"CAST(CAST(CAST({text} AS JSON) AS {_JSON.sub('VARCHAR', kind)}) AS {kind})"
 
 
 def _unique(names: Sequence[str]) -> list[str]:

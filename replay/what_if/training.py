@@ -8,6 +8,7 @@ from pathlib import Path
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.eventlog.reading import decoded
 from rollstream.eventlog.run_offsets import ends_now
 from rollstream.eventlog.terms import BEFORE_LEARNERS
 from rollstream.schemas.base import Event
@@ -121,7 +122,8 @@ async def _closed(
     try:
         while True:
             for record in await reader.poll(timeout_s=0.2):
-                event = codec.decode(record).event
+                received = decoded(record)  # of all runs: what is no event is its own reader's dead letter
+                event = None if received is None else received.event
                 if isinstance(event, (JobSucceeded, JobFailed, JobCancelled)) and event.job_id == job_id:
                     return event
             if training.done() and not isinstance(training.exception(), FencedError):

@@ -15,7 +15,7 @@ from rollstream.replay.source import read_run
 from rollstream.replay.training import recorded_jobs
 from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError, TruncatedError
-from rollstream.schemas.events import JobCancelled, WeightsLoaded
+from rollstream.schemas.events import JobCancelled, LearnerClaimed, WeightsLoaded
 from rollstream.schemas.permissions import Permissions
 from tests.rigs.runs import replay_rig
 from tests.rigs.runs.recorded_run import EPOCHS, JOB
@@ -84,6 +84,13 @@ def test_a_version_that_an_engine_has_loaded_is_found(run):
     loaded = WeightsLoaded(run_id="replayed", time_ms=1, model_group="replayed/policy", version=EPOCHS, engine="e")
     asyncio.run(run.log.send(loaded))
     assert f"weights_published:replayed/policy/v{EPOCHS} " in "".join(str(one) for one in named(run).differences)
+
+
+def test_a_claim_that_is_gone_is_found_beside_that_of_another_model_group(run):
+    run.remove("weights", "learner_claimed")
+    other = LearnerClaimed(run_id="replayed", time_ms=1, model_group="replayed/other", term=1, learner="l")
+    asyncio.run(run.log.send(other))
+    assert "learner_claimed:replayed/policy/1 " in "".join(str(one) for one in named(run).differences)
 
 
 def test_checkpoints_whose_versions_are_gone_are_found(run):

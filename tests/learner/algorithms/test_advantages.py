@@ -14,13 +14,14 @@ from rollstream.learner.algorithms import advantages
 from rollstream.learner.algorithms.base import BatchView, Member, Row
 from rollstream.learner.algorithms.builtin.grpo import Clipped
 from rollstream.learner.algorithms.builtin.reinforce_pp import ReinforcePp
-from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.algorithms import GrpoSettings, GspoSettings, MixSettings
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events.rollouts import Completion
 from rollstream.schemas.policy_gradient import (
     Advantage,
     ClippedSettings,
     MaxRlSettings,
+    OffPolicySettings,
     OverlongSettings,
     ReinforcePpSettings,
 )
@@ -237,3 +238,13 @@ def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], m
 def test_options_of_another_estimator_are_reported_as_unused() -> None:
     found = GrpoSettings(rae_decay=0.5, reward_weights={"x": 2.0}, step_discount=0.9).unused()
     assert {name for names in found.values() for name in names} == {"rae_decay", "reward_weights", "step_discount"}
+
+
+def test_an_aggregation_that_is_fixed_and_a_threshold_of_no_rejection_are_reported_as_unused() -> None:
+    for settings in (GspoSettings, MixSettings):
+        (found,) = settings(aggregation="constant", aggregation_length=5).unused().values()
+        assert found == ("aggregation", "aggregation_length")
+        assert settings().unused() == {}
+    for reject, expected in ((None, [("off_policy.reject_above",)]), ("k1", [])):
+        found = GrpoSettings(off_policy=OffPolicySettings(reject=reject, reject_above=0.5)).unused()
+        assert list(found.values()) == expected

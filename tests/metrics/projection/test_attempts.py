@@ -234,3 +234,16 @@ def test_the_same_rows_in_one_transaction_in_many_and_repeated_leave_the_same(tm
         assert first == found_in(many, sql)
     many.close()
     one.close()
+
+
+def test_an_attempt_of_records_that_name_two_runs_is_the_same_however_they_are_cut(tmp_path: Path) -> None:
+    start = {"rollout_id": "r/m0/a0", "run_id": "r", "group_id": "r", "member": 0, "attempt": 0, "log_offset": 0}
+    step = {"rollout_id": "r/m0/a0", "run_id": "q", "group_id": "s", "step_index": 0, "log_offset": 1}
+    (tmp_path / "two").mkdir()
+    one = written(Database(empty_file(tmp_path)), iter([{"rollout_started": [start], "step_recorded": [step]}]))
+    two = written(
+        Database(empty_file(tmp_path / "two")), iter([{"rollout_started": [start]}, {"step_recorded": [step]}])
+    )
+    for database in (one, two):
+        assert found_in(database, "SELECT run_id, group_id FROM log.attempt") == [("q", "r")]
+        database.close()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -10,8 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollstream.eventlog.codec import encode
+from rollstream.eventlog.log import Record
 from rollstream.metrics.projection.columns import read_sql
+from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.inserts import ROWS_AT_ONCE, inserts_into
+from rollstream.metrics.projection.projector import project
+from rollstream.schemas.events import TrajectoryRejected
 
 INTS = st.none() | st.integers(-(2**63), 2**63 - 1)
 TEXTS = st.none() | st.text()
@@ -77,3 +83,32 @@ def test_a_number_that_no_column_holds_is_an_error(inserted: Any, value: int) ->
     row = {**dict.fromkeys(inserts_into(tables)["step_recorded"].columns), "rollout_id": "r", "step_index": value}
     with pytest.raises((duckdb.Error, TypeError)):
         inserted("step_recorded", [row])
+
+
+def test_an_integer_that_no_column_can_hold_is_the_largest_and_stops_no_projection(tmp_path: Path) -> None:
+    rejected = {
+        "run_id": "r", "job_id": "r/rl", "epoch": 0, "group_id": "r/rl/e00000/t00000", "cause": "stale",
+        "rollout_id": "r/rl/e00000/t00000/m0/a0",
+    }  # fmt: skip
+    events = [
+        TrajectoryRejected(**rejected, time_ms=time_ms, trajectory_id=name, num_tokens=num_tokens)
+        for name, time_ms, num_tokens in (("a", 1, 2**62), ("b", 2**63, 2**62), ("c", 3, 2**64 - 1))
+    ]
+    records = [
+        Record("batches", 0, offset, encoded.key, encoded.value, encoded.headers, 0)
+        for offset, encoded in enumerate(map(encode, events))
+    ]
+    headers = (("__connect.errors.topic", b"jobs"), ("__connect.errors.offset", b"9" * 5000))
+    records.append(Record("dlq", 0, 0, b"r", b"", headers, 0))
+    found: list[Any] = []
+    for name, cuts in (("together", [records]), ("apart", [[record] for record in records])):
+        database = Database(tmp_path / f"{name}.duckdb")
+        for part in cuts:
+            database.write(project(part), {})
+        cursor = database.cursor()
+        asked = ("SELECT time_ms, num_tokens FROM log.trajectory_rejected ORDER BY log_offset",
+                 "SELECT rejected_tokens FROM log.attempt", 'SELECT "offset" FROM log.dead_letter')  # fmt: skip
+        found.append([cursor.execute(query).fetchall() for query in asked])
+        database.close()
+    most = 2**63 - 1
+    assert found == 2 * [[[(1, 2**62), (most, 2**62), (3, most)], [(most,)], [(None,)]]]

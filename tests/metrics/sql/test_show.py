@@ -112,6 +112,18 @@ def test_parquet_keeps_types_and_values(tmp_path: Path) -> None:
     assert (str(row[1]), row[3], row[4], row[6]) == ("2026-01-02 03:04:05.250000", [1, None], True, None)
 
 
+def test_json_and_blobs_inside_other_types_are_those_of_the_query(tmp_path: Path) -> None:
+    sql = (
+        "SELECT ['{\"a\": 1}'::JSON, NULL] AS l, {'u': '[1]'::JSON, 'b': '\\xAA\\xBB'::BLOB} AS s, "
+        "MAP {'k': '\"t\"'::JSON} AS m, {'JSON': 1} AS n"
+    )
+    result = asked(tmp_path, sql)
+    with duckdb.connect() as connection:
+        found = _read(connection, tmp_path / "a.parquet", to_parquet(result))
+        row = found.project("l[1]->'a', l[2], s.u->>0, s.b, m['k']->>'$', n").fetchall()[0]
+    assert row == ("1", None, "1", "aabb", "t", {"JSON": 1})
+
+
 EXACT = "99999999999999999.123"
 
 
