@@ -246,5 +246,6 @@ def test_an_aggregation_that_is_fixed_and_a_threshold_of_no_rejection_are_report
         assert found == ("aggregation", "aggregation_length")
         assert settings().unused() == {}
     for reject, expected in ((None, [("off_policy.reject_above",)]), ("k1", [])):
-        found = GrpoSettings(off_policy=OffPolicySettings(reject=reject, reject_above=0.5)).unused()
+        off_policy = OffPolicySettings.model_validate({"reject": reject, "reject_above": 0.5})
+        found = GrpoSettings(off_policy=off_policy).unused()
         assert list(found.values()) == expected
