@@ -34,7 +34,7 @@ _SUM = (
     f"coalesce(CASE WHEN {{0}}::HUGEINT + excluded.{{0}} > {MAX_BIGINT} THEN {MAX_BIGINT} "
     "ELSE {0} + excluded.{0} END, {0}, excluded.{0})"
 )
-"""Of numbers that are not negative, so that their order does not matter where the sum is too large."""
+"""Sum of numbers that are not negative, so that their order does not matter where the sum is too large."""
 _ATTEMPT = ("rollout_id", "run_id", "group_id")
 READ: dict[str, tuple[str, ...]] = {
     "rollout_started": _ATTEMPT,

@@ -122,7 +122,7 @@ async def _closed(
     try:
         while True:
             for record in await reader.poll(timeout_s=0.2):
-                received = decoded(record)  # of all runs: what is no event is its own reader's dead letter
+                received = decoded(record)  # of any run, whose own reader sends a bad record to the dead letters
                 event = None if received is None else received.event
                 if isinstance(event, (JobSucceeded, JobFailed, JobCancelled)) and event.job_id == job_id:
                     return event

@@ -1,11 +1,12 @@
 """A server's answer as a generation: the versions that sampled its tokens, and checks of its completeness."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, shown
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
-from rollstream.producers.engines.vllm.asking import AnsweredTokens
+from rollstream.producers.engines.vllm.asking import AnsweredTokens, TooFewToldError
 from rollstream.producers.engines.vllm.version_files import Version
 from rollstream.schemas.events.rollouts import VersionSpan
 
@@ -14,34 +15,71 @@ class LostVersionError(Exception):
     """The server answers, but not with the version that it was given: it was restarted, or somebody else changed it."""
 
 
+class NamedVersions:
+    """Full weights that a server was given, by the names that its answers have for them.
+
+    They stay though the server loses them: requests in progress may have tokens of them, and a name is never given to
+    other weights. They go once no request is in progress that began under them or under weights before them, so at most
+    two are more than were given since the oldest request in progress began.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[Version] = []
+        """The newest is the last. One that was given again after another one is there twice."""
+
+    def add(self, version: Version, num_open: Mapping[str, int]) -> None:
+        """The server is being given a version. `num_open`: requests in progress by the name that they began under."""
+        while len(self._given) > 1 and not num_open.get(self._given[0].name):
+            del self._given[0]
+        if self._given[-1:] != [version]:
+            self._given.append(version)
+
+    def find(self, name: str) -> Version | None:
+        """The version of this name; None: no answer may name it."""
+        return next((one for one in self._given if one.name == name), None)
+
+
 def spans_of(
     http: HttpServer,
     request: GenerationRequest,
     version: Version,
-    held: Mapping[str, Version],
+    named: NamedVersions,
     length: int,
     given: Sequence[Mapping[str, Any]] | None,
 ) -> tuple[VersionSpan, ...]:
     """The versions that sampled an answer's tokens: for an adapter one, for full weights those that the server names
     with each answer.
 
-    `held`: versions that the server may name. Raises LostVersionError, ModelError.
+    `named`: versions that the server may name. Raises LostVersionError, ModelError.
     """
     group = request.model_group
     if version.is_lora or given is None:
         return (VersionSpan(model_group=group, version=version.published.version, length=length),)
     spans, end = [], 0
     for one in given:
-        named = held.get(str(one["version"]))
-        if named is None:
+        sampled_by = named.find(str(one["version"]))
+        if sampled_by is None:
             raise LostVersionError(f"answers with the weights {one['version']}")
         if one["start"] != end or one["end"] <= end:
             raise http.error(f"gave version spans that do not follow each other: {shown(given)}")
         end = one["end"]
-        spans.append(VersionSpan(model_group=group, version=named.published.version, length=end - one["start"]))
+        spans.append(VersionSpan(model_group=group, version=sampled_by.published.version, length=end - one["start"]))
     if end != length:
         raise http.error(f"gave version spans over {end} of {length} tokens")
     return tuple(spans)
+
+
+@contextmanager
+def reading(http: HttpServer, choice: Any, *, remedy: str = "") -> Iterator[None]:
+    """Raises ModelError for an answer that lacks what the block reads from it. TooFewToldError stays what it is."""
+    try:
+        yield
+    except TooFewToldError:
+        raise
+    except (LookupError, TypeError, ValueError) as error:
+        raise http.error(
+            f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}{remedy}"
+        ) from error
 
 
 def generation_of(http: HttpServer, tokens: AnsweredTokens, spans: tuple[VersionSpan, ...], choice: Any) -> Generation:

@@ -1,4 +1,6 @@
-"""Calls to one server that end, all at once, when it is found to be gone: their callers then ask another server."""
+"""Calls to one server that are in progress: they end, all at once, when it is found to be gone, and some must be over
+before it is changed.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -41,6 +43,51 @@ class OpenCalls:
         for scope in self._scopes:
             if not scope.expired():
                 scope.reschedule(now)
+
+
+class Gate:
+    """Calls during which nothing may change: a change waits for their end, and further calls wait for its end."""
+
+    def __init__(self) -> None:
+        self._num_within = 0
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+
+    @asynccontextmanager
+    async def within(self) -> AsyncIterator[None]:
+        """A call. It counts from when the gate is open: a change does not wait for those that wait for it."""
+        while not self._opened.is_set():  # it may have been closed again since it was opened
+            await self._opened.wait()
+        self._num_within += 1
+        self._emptied.clear()
+        try:
+            yield
+        finally:
+            self._num_within -= 1
+            if not self._num_within:
+                self._emptied.set()
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """A change, one at a time. It begins once no call is in progress, however long they take."""
+        self._opened.clear()
+        try:
+            await self._emptied.wait()
+            yield
+        finally:
+            self._opened.set()
+
+
+@asynccontextmanager
+async def loaded_in_time(name: str, limit_s: float) -> AsyncIterator[None]:
+    """Raises TryAgainError if a version's load takes too long. Calls within have a later limit: this one is named."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        raise TryAgainError(f"did not load {name} within {limit_s:g} s (load_timeout_s)") from error
 
 
 async def finished(call: Coroutine[Any, Any, T]) -> T:

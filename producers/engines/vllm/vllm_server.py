@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, shown
 from rollstream.producers.engines.base import Generation, GenerationRequest
-from rollstream.producers.engines.vllm.answers import LostVersionError, generation_of, spans_of
+from rollstream.producers.engines.vllm.answers import LostVersionError, NamedVersions, generation_of, reading, spans_of
 from rollstream.producers.engines.vllm.asking import (
     TooFewToldError,
     asked,
@@ -19,7 +19,7 @@ from rollstream.producers.engines.vllm.asking import (
     nums_told,
 )
 from rollstream.producers.engines.vllm.base_model import BaseModel
-from rollstream.producers.engines.vllm.open_calls import OpenCalls, finished
+from rollstream.producers.engines.vllm.open_calls import Gate, LeftError, OpenCalls, finished, loaded_in_time
 from rollstream.producers.engines.vllm.probing import GENERATE, WEIGHT_CHECKER, Probed, ServerCalls
 from rollstream.producers.engines.vllm.streamed import EVENT_BYTES, GivenTokens, StreamedAnswer
 from rollstream.producers.engines.vllm.version_files import Client, Version
@@ -54,10 +54,12 @@ class Server:
         self.open: Counter[str] = Counter()
         """Requests in progress by version name."""
         self.versions: dict[str, Version] = {}
-        """Versions that it was given and has proven, by name; of full weights, the newest and those of open requests.
-        """
+        """Versions that it was given and has proven, by name; of full weights the newest alone."""
         self.names: dict[str, None] = {}
         """Adapters of ours that it has, proven or left by a process before: each takes a slot. The oldest is first."""
+        self._named = NamedVersions()
+        self._unnamed = Gate()
+        """Requests of full weights whose answers do not name them: the weights are replaced while there are none."""
         self.requests = OpenCalls()
         """Ended when the server is found dead: they can be made elsewhere."""
         self.until_down = OpenCalls()
@@ -169,8 +171,8 @@ class Server:
             self.names = dict.fromkeys(filter(self._client.owns, roots))
             lost = [name for name, one in self.versions.items() if roots.get(name) != str(one.folder)]
         else:
-            newest = list(self.versions)[-1]
-            lost = [newest] if await self._calls.label() != newest else []
+            label = await self._calls.label()
+            lost = [name for name in self.versions if name != label]
         if lost:
             raise LostVersionError(f"no longer has {', '.join(lost)}")
 
@@ -184,7 +186,7 @@ class Server:
         while is_kept(version.name):
             async with self.changing():
                 if version.name in self.names or len(self.names) < self._max_loras:
-                    async with self._in_time(version):
+                    async with loaded_in_time(version.name, self._load_timeout_s):
                         await self._load(version)
                     return
                 self._changed.clear()
@@ -211,7 +213,8 @@ class Server:
         self._changed.set()
 
     async def reload(self, version: Version) -> None:
-        """Take over full weights while requests in progress stand still. Raises ModelError, TryAgainError.
+        """Take over full weights while requests in progress stand still, once those are over whose answers do not name
+        weights; the limit of a request is that of this wait. Raises ModelError, TryAgainError, LostVersionError.
 
         1. pause, 2. take the label away, 3. load, 4. drop the prefix cache, 5. name the version, 6. go on, whatever
         happened. What raises in between leaves weights of which nothing is known, under a label that no version has:
@@ -220,13 +223,18 @@ class Server:
         if await self._calls.label() == version.name and not await self._differing(version):
             self._hold(version)
             return
+        async with self._unnamed.closed():
+            await self._reload_paused(version)
+            await self.prove()
+
+    async def _reload_paused(self, version: Version) -> None:
         mode = "keep" if GENERATE in self._probed.paths else "wait"  # only the former tells which tokens are whose
         timeout_s = self._calls.health_timeout_s if mode == "keep" else None
         is_cancelled = False
         try:
             await self._calls.post(f"/pause?mode={mode}", timeout_s=timeout_s)
             self._hold(version)
-            async with self._in_time(version):
+            async with loaded_in_time(version.name, self._load_timeout_s):
                 await self._replace(version)
         except asyncio.CancelledError:
             is_cancelled = True
@@ -234,7 +242,6 @@ class Server:
         finally:  # to its end: a late resume would disturb the next reload
             with suppress(*((TryAgainError, ModelError) if is_cancelled else ())):
                 await finished(self._calls.resume(lambda: self.state == "down"))
-        await self.prove()
 
     async def _replace(self, version: Version) -> None:
         await self._calls.post("/update_weight_version", {"new_version": f"{version.name}{LOADING}"})
@@ -247,16 +254,6 @@ class Server:
                 "equal arguments on equal devices, or leave engine.check_weights out"
             )
         await self._calls.post("/update_weight_version", {"new_version": version.name})
-
-    @asynccontextmanager
-    async def _in_time(self, version: Version) -> AsyncIterator[None]:
-        """Raises TryAgainError if a load takes too long. Calls within have a later limit: this one is named."""
-        try:
-            async with asyncio.timeout(self._load_timeout_s):
-                yield
-        except TimeoutError as error:
-            limit = f"{self._load_timeout_s:g} s (load_timeout_s)"
-            raise TryAgainError(f"did not load {version.name} within {limit}") from error
 
     async def _differing(self, version: Version) -> list[str]:
         if self._sums is None:
@@ -311,15 +308,9 @@ class Server:
         streamed = StreamedAnswer(self.http, given) if given is not None and self._probed.streams else None
         max_bytes = max_bytes_of(request, sampling["logprobs"])
         choice = await self._choice(GENERATE, body, request, version, max_bytes, streamed)
-        try:
+        with reading(self.http, choice):
             tokens = generated(choice, request, version.base)
-            spans = spans_of(self.http, request, version, self.versions, len(tokens.ids), choice.get("weight_versions"))
-        except TooFewToldError:
-            raise
-        except (LookupError, TypeError, ValueError) as error:
-            raise self.http.error(
-                f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}"
-            ) from error
+            spans = spans_of(self.http, request, version, self._named, len(tokens.ids), choice.get("weight_versions"))
         return generation_of(self.http, tokens, spans, choice)
 
     async def _complete(self, request: GenerationRequest, version: Version, sampling: dict[str, Any]) -> Generation:
@@ -330,20 +321,29 @@ class Server:
             "return_tokens_as_token_ids": True,
         }
         max_bytes = max_bytes_of(request, sampling["logprobs"])
-        choice = await self._choice("/v1/completions", body, request, version, max_bytes)
-        try:
+        async with self._unchanged(version) as sampled_by:
+            choice = await self._choice("/v1/completions", body, request, version, max_bytes)
+        with reading(self.http, choice, remedy="; use a vLLM that knows return_token_ids"):
             tokens = completed(choice, request, version.base)
-        except TooFewToldError:
-            raise
-        except (LookupError, TypeError, ValueError) as error:
-            raise self.http.error(
-                f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}; use a vLLM that "
-                "knows return_token_ids"
-            ) from error
-        if not version.is_lora:
-            await self.prove()
-        spans = spans_of(self.http, request, version, self.versions, len(tokens.ids), None)
+        spans = spans_of(self.http, request, sampled_by, self._named, len(tokens.ids), None)
         return generation_of(self.http, tokens, spans, choice)
+
+    @asynccontextmanager
+    async def _unchanged(self, version: Version) -> AsyncIterator[Version]:
+        """The version that samples in the block: full weights may have been replaced since the request was sent here.
+
+        Raises LeftError if it has none by now, LostVersionError if it has others at the end, after a restart.
+        """
+        if version.is_lora:
+            yield version
+            return
+        async with self._unnamed.within():
+            if not self.versions:
+                raise LeftError(self.reason)
+            (newest,) = self.versions.values()
+            yield newest
+            if await self._calls.label() != newest.name:
+                raise LostVersionError(f"no longer has {newest.name}")
 
     async def _choice(
         self,
@@ -372,12 +372,9 @@ class Server:
             raise self.http.error(f"gave an answer without choices: {shown(found)}") from error
 
     def _hold(self, version: Version) -> None:
-        """The newest is the last."""
-        self.versions.pop(version.name, None)
-        self.versions[version.name] = version
-        for name in list(self.versions)[:-1]:
-            if not self.open[name]:
-                del self.versions[name]
+        """Have these full weights instead of those before."""
+        self._named.add(version, self.open)
+        self.versions = {version.name: version}
 
     async def _load(self, version: Version) -> None:
         if "/weight_info" in self._probed.paths and (label := await self._calls.label()) != UNLABELLED:

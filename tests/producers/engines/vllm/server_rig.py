@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from rollstream.producers.engines.base import Generation, GenerationRequest
 from rollstream.producers.engines.vllm import VllmEngine
+from rollstream.producers.engines.vllm.vllm_server import LOADING
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.settings import Sampling
@@ -73,6 +74,10 @@ class StandInServer:
         """Paths, or methods of /collective_rpc, that are not answered while they are here; ALL: none is."""
         self.asked: Counter[str] = Counter()
         """Requests by path, or by method of /collective_rpc."""
+        self.labels: list[str] = []
+        """Labels that it was given, the newest last."""
+        self.begun: list[str] = []
+        """Labels of the weights by which it began to sample, by request."""
         self.url = ""
         self._runner: web.AppRunner | None = None
         self.restarted()
@@ -124,7 +129,8 @@ class StandInServer:
         return web.json_response(self._described(path, body, request))
 
     async def _tokens(self, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
-        before = self.label
+        self.begun.append(self.label)
+        before = [*self.labels, self.label]
         if self.stops_after is None:
             await self.held.wait()
         model = body["model"]
@@ -142,7 +148,7 @@ class StandInServer:
         choice["logprobs"]["token_logprobs"] = [0.0] * len(self.sampled)
         return web.json_response({"choices": [choice]})
 
-    async def _stream(self, before: str, request: web.Request) -> web.StreamResponse:
+    async def _stream(self, before: list[str], request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for index, token in enumerate(self.sampled):
@@ -168,10 +174,13 @@ class StandInServer:
     def _choice(self, ids: list[int]) -> dict[str, Any]:
         return {"token_ids": ids, "logprobs": {"content": [{"token_id": one, "logprob": 0.0} for one in ids]}}
 
-    def _end(self, before: str) -> dict[str, Any]:
+    def _end(self, before: list[str]) -> dict[str, Any]:
+        """`before`: its labels when the request began. Each since then sampled one token, and the last one the rest."""
+        since = [one for one in self.labels[len(before) - 1 :] if not one.endswith(LOADING)]
+        names = [before[-1], *since[:-1], self.label]
+        ends = [*range(1, len(names)), len(self.sampled)]
         versions = [
-            {"version": before, "start": 0, "end": 1},
-            {"version": self.label, "start": 1, "end": len(self.sampled)},
+            {"version": one, "start": at, "end": end} for at, (one, end) in enumerate(zip(names, ends, strict=True))
         ]
         return {"finish_reason": "length", "weight_versions": versions}
 
@@ -199,6 +208,7 @@ class StandInServer:
             self.weights = self.loads
         if path == "/update_weight_version" and not self.keeps_label:
             self.label = body["new_version"]
+            self.labels.append(self.label)
         elif path == "/v1/load_lora_adapter" and Path(body["lora_path"]).is_dir():
             self.adapters[body["lora_name"]] = body["lora_path"]
         elif path == "/v1/unload_lora_adapter":
@@ -264,9 +274,9 @@ def request(
 async def held_open(engine: VllmEngine, server: StandInServer, group: str = GROUP) -> "asyncio.Task[Generation]":
     """A request that the server has begun, and does not end."""
     server.held.clear()
-    before = server.asked[GENERATE]
+    before = len(server.begun)
     call = asyncio.create_task(engine.generate(request(group=group)))
-    await wait_until(lambda: server.asked[GENERATE] > before)
+    await wait_until(lambda: len(server.begun) > before)
     return call
 
 
