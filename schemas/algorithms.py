@@ -63,14 +63,9 @@ class _BuiltIn(AlgorithmSettings):
         return {**found, f"{self.name} does not use it": self._others} if self._others else found
 
 
-_AGGREGATION = ("aggregation", "aggregation_length")
-
-
 def _default(name: str) -> Any:
-    return next(
-        (one.model_fields[name].get_default() for one in BUILT_IN.values() if name in one.model_fields),
-        None,
-    )
+    fields = (one.model_fields[name] for one in BUILT_IN.values() if name in one.model_fields)
+    return next((field.get_default() for field in fields), None)
 
 
 class GrpoSettings(_BuiltIn, ClippedSettings):
@@ -90,6 +85,7 @@ class CispoSettings(PolicyGradientSettings):
 class GspoSettings(PolicyGradientSettings):
     """Group sequence policy optimisation (arXiv 2507.18071)."""
 
+    OWN_AGGREGATION: ClassVar[str] = "gspo is the mean over sequences"
     name: Literal["gspo"] = "gspo"  # pyright: ignore[reportIncompatibleVariableOverride]
     clip_low: float = Field(default=3e-4, gt=0)
     clip_high: float = Field(default=4e-4, gt=0)
@@ -103,12 +99,6 @@ class GspoSettings(PolicyGradientSettings):
         if self.off_policy is not None and self.off_policy.level != "sequence":
             raise ValueError("off_policy.level: gspo has one ratio a sequence; use level sequence")
         return self
-
-    def unused(self) -> dict[str, tuple[str, ...]]:
-        """Keys of an aggregation, which is by sequences here."""
-        found = super().unused()
-        given = tuple(key for key in _AGGREGATION if key in self.model_fields_set)
-        return {**found, "gspo is always the mean over sequences": given} if given else found
 
 
 class DppoSettings(PolicyGradientSettings):
@@ -232,6 +222,7 @@ class OpsdSettings(DistillationSettings):
 class MixSettings(PolicyGradientSettings):
     """Reinforcement, imitation of good rollouts and distillation in one batch, each the mean over its own tokens."""
 
+    OWN_AGGREGATION: ClassVar[str] = "mix is the mean over the tokens of each component"
     name: Literal["mix"] = "mix"  # pyright: ignore[reportIncompatibleVariableOverride]
     rl: float = Field(default=1.0, ge=0)
     """Weight of the policy gradient, as `cispo` has it."""
@@ -268,8 +259,7 @@ class MixSettings(PolicyGradientSettings):
         for why, keys, weight in (("ref_kl", taught, self.ref_kl), ("ce", ("ce_threshold",), self.ce)):
             given = tuple(key for key in keys if key in self.model_fields_set)
             found = found if weight or not given else {**found, f"{why} is 0": given}
-        aggregated = tuple(key for key in _AGGREGATION if key in self.model_fields_set)
-        return {**found, "mix is the mean over the tokens of each component": aggregated} if aggregated else found
+        return found
 
 
 class ExpertIterationSettings(AlgorithmSettings):

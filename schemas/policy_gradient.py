@@ -84,6 +84,9 @@ class PolicyGradientSettings(AlgorithmSettings):
     another one.
     """
 
+    OWN_AGGREGATION: ClassVar[str] = ""
+    """Aggregation of an algorithm that leaves no choice of it; empty: `aggregation` chooses."""
+
     advantage: Advantage = "group_std"
     """group_*, leave_one_out: compared with the rollouts of the same task; batch_*: with all of the batch, so that one
     rollout a task is enough. All compare trajectories of the same agent; per_agent is group_std by the name of Dr. MAS
@@ -178,6 +181,9 @@ class PolicyGradientSettings(AlgorithmSettings):
         off_policy = self.off_policy
         if off_policy is not None and off_policy.reject is None and "reject_above" in off_policy.model_fields_set:
             found = {**found, "off_policy.reject is not given": ("off_policy.reject_above",)}
+        aggregated = tuple(key for key in ("aggregation", "aggregation_length") if key in self.model_fields_set)
+        if self.OWN_AGGREGATION and aggregated:
+            found = {**found, self.OWN_AGGREGATION: aggregated}
         return found
 
 

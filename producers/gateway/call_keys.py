@@ -27,6 +27,10 @@ MAX_ERROR_CHARS = 2000
 """Characters that are kept of an agent's report of its error."""
 ENDED = "rollout_ended"
 """Error code for requests after a rollout's end."""
+ENGINE_ERROR = "engine_error"
+"""Error code for calls of a rollout whose engine has failed."""
+MAX_REFUSED = 1000
+"""Bodies of one rollout's calls that were refused because of a limit and have not come again."""
 LEARNER_BEHIND = "learner_behind"
 """Error code for a claim while rollouts are held back."""
 
@@ -73,11 +77,18 @@ class RememberedCalls:
         self._by_body: dict[str, list[_Call]] = {}
         """In the order in which they began; equal calls in parallel have equal bodies."""
         self._by_key: dict[str, tuple[str, _Call]] = {}
+        self._refused: dict[str, int] = {}
+        """Numbers of calls that were refused because of a limit and have not come again, by body; at most MAX_REFUSED.
+        """
 
     def add(self, identity: CallIdentity, answer: "asyncio.Future[Any]") -> None:
         """A call and its answer, maybe still on its way."""
         call = _Call(answer, identity.retry_count)
         self._by_body.setdefault(identity.body_sha256, []).append(call)
+        if _is_plain_retry(identity) and identity.body_sha256 in self._refused:
+            self._refused[identity.body_sha256] -= 1
+            if not self._refused[identity.body_sha256]:
+                del self._refused[identity.body_sha256]
         if identity.key_sha256 is not None:
             self._by_key[identity.key_sha256] = identity.body_sha256, call
         answer.add_done_callback(lambda _: self._forget_failed(identity, call))
@@ -87,7 +98,7 @@ class RememberedCalls:
 
         A key alone names one call. A retry count with an equal body does not, if the agent made equal calls: then it
         is the newest that nobody has an answer of and that was not asked for with this count, so that the retries of
-        two calls get both answers. A retry never begins a call while an equal one is known.
+        two calls get both answers. A retry begins a call only if no equal one is known, or one was refused.
         """
         if identity.key_sha256 is not None:
             body_sha256, call = self._by_key.get(identity.key_sha256, (identity.body_sha256, None))
@@ -98,11 +109,20 @@ class RememberedCalls:
             return None if call is None or _has_failed(call.answer) else call.answer
         count = identity.retry_count
         equal = [call for call in self._by_body.get(identity.body_sha256, ()) if not _has_failed(call.answer)]
-        if count == 0 or not equal:
+        if count == 0 or not equal or identity.body_sha256 in self._refused:
             return None
         call = max(reversed(equal), key=lambda one: 0 if one.is_answered else 1 + (one.last_try < count))
         call.last_try = max(call.last_try, count)
         return call.answer
+
+    def refuse(self, identity: CallIdentity) -> None:
+        """A call was refused because of a limit: one retry of an equal call begins it."""
+        if identity.key_sha256 is not None or identity.retry_count:
+            return
+        count = self._refused.pop(identity.body_sha256, 0) + 1
+        if len(self._refused) >= MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._refused[identity.body_sha256] = count
 
     def mark_answered(self, body_sha256: str, answer: "asyncio.Future[Any]") -> None:
         """Note that a client has been given the answer of a call."""
@@ -122,6 +142,10 @@ class RememberedCalls:
         key = identity.key_sha256
         if key is not None and self._by_key.get(key) == (identity.body_sha256, call):
             del self._by_key[key]
+
+
+def _is_plain_retry(identity: CallIdentity) -> bool:
+    return identity.key_sha256 is None and identity.retry_count > 0
 
 
 def _has_failed(answer: "asyncio.Future[Any]") -> bool:

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from yarl import URL
 
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.files import write_whole
@@ -195,7 +196,7 @@ class RolloutGateway(Routes):
             self._access = Access(settings.host, settings.allowed_hosts, token)
             self._keys = RolloutKeys(token)
             self._port = await self._take_port(settings.port or _port_before(address_file(self._workspace, name)))
-            self._url = f"http://{settings.host}:{self._port}"
+            self._url = str(URL.build(scheme="http", host=settings.host, port=self._port))  # brackets for IPv6
             self._record_address(os.getpid())
             logger.info("gateway %s (token in %s)", self._url, token_file(self._workspace, name))
 
@@ -262,6 +263,13 @@ class RolloutGateway(Routes):
         return await self._rollout(request).call(
             asked, CallIdentity.of(request.headers, route, await request.read()), on_text
         )
+
+    async def too_many(self, request: web.Request) -> None:
+        """See `Routes`."""
+        rollout = self._rollouts.get(request[_NAMED])
+        if rollout is not None and "/v1/" in request.path:
+            route = request.path.rpartition("/v1/")[2]
+            rollout.too_many(CallIdentity.of(request.headers, route, await request.read()))
 
     async def reward(self, request: web.Request) -> web.Response:
         """Give a reward to the rollout, or to one of its steps; the same again changes nothing."""

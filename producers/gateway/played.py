@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rollstream.producers.engines.base import Engine
-from rollstream.producers.gateway.call_keys import ENDED, MAX_ERROR_CHARS, CallIdentity, RememberedCalls
+from rollstream.producers.gateway.call_keys import ENDED, ENGINE_ERROR, MAX_ERROR_CHARS, CallIdentity, RememberedCalls
 from rollstream.producers.gateway.rollout_model import RolloutModel, SampledAnswers
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal
@@ -19,7 +19,7 @@ from rollstream.producers.openai.streaming import OnText
 from rollstream.producers.rollout.environment import task_of
 from rollstream.producers.rollout.reply import Reply
 from rollstream.producers.rollout.session import Session
-from rollstream.schemas.errors import EnvironmentRunError
+from rollstream.schemas.errors import EnvironmentRunError, RollstreamError
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.services import GatewaySection
 
@@ -72,6 +72,7 @@ class PlayedRollout:
         task: asyncio.Future[SampledAnswers] | None = self._calls.repeated(identity)
         if task is None:
             self._check_open()
+            self._check_engine()
             self._check_sampled(asked)
             self._check_capacity()
             agent = self.model.agent_of(asked.model)
@@ -82,12 +83,17 @@ class PlayedRollout:
         answered, sampled.answered = sampled.answered, None
         return answered or self.model.answered(asked, sampled.replies)
 
+    def too_many(self, identity: CallIdentity) -> None:
+        """A call was refused because of a limit (429)."""
+        self._calls.refuse(identity)
+
     async def reward(self, value: float, name: str, step_index: int | None, agent: str | None) -> None:
         """Give a reward; the same again changes nothing. Raises Refusal."""
         key = name, step_index, agent
         given = self._rewards.get(key)
         if given is not None and given != value:
-            raise Refusal(409, f"reward {name} was given as {given:g}; it cannot become {value:g}", param="value")
+            message = f"reward {name} was given as {given:g}; it cannot become {value:g}"
+            raise Refusal(409, message, param="value", is_final=True)
         if given is not None:
             return await self.session.acknowledged()
         self._check_open()
@@ -225,6 +231,16 @@ class PlayedRollout:
         if self._end.done():
             raise ended(self.session.rollout_id)
 
+    def _check_engine(self) -> None:
+        """The rollout has failed with the first error of its engine: nothing that the agent still does counts."""
+        failure = self.session.failure
+        if failure is None or failure.cause != "engine_error":
+            return
+        is_told = isinstance(failure.error, RollstreamError)  # any other may contain secrets
+        reason = self._conceal(str(failure.error)) if is_told else "see the log of the producers"
+        message = f"rollout {self.session.rollout_id} has failed by an error of its engine ({reason}); end it"
+        raise Refusal(500, message, code=ENGINE_ERROR, is_final=True)
+
     def _check_capacity(self) -> None:
         if len(self._working) >= self._max_calls:
             raise Refusal(
@@ -249,4 +265,4 @@ def _done(replies: list[Reply]) -> "asyncio.Future[SampledAnswers]":
 
 def ended(rollout_id: str) -> Refusal:
     """The error for requests after the end."""
-    return Refusal(409, f"rollout {rollout_id} has ended", code=ENDED)
+    return Refusal(409, f"rollout {rollout_id} has ended", code=ENDED, is_final=True)

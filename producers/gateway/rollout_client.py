@@ -28,6 +28,7 @@ from rollstream.producers.gateway.call_keys import (
     address_file,
     token_file,
 )
+from rollstream.producers.openai.requests import SHOULD_RETRY
 from rollstream.producers.rollout.reply import TurnsExhausted
 from rollstream.schemas.errors import (
     ConfigError,
@@ -301,7 +302,8 @@ def _checked(answer: HttpAnswer, url: str) -> Any:
     if code == "max_turns":
         raise TurnsExhausted(message)
     refused = GatewayError(f"{url} answered {answer.status}: {message}", status=answer.status, code=code)
-    if answer.status in (408, 425, 429) or answer.status >= 500:
+    may_pass = answer.headers.get(SHOULD_RETRY, "") != "false"
+    if may_pass and (answer.status in (408, 425, 429) or answer.status >= 500):
         raise TryAgainError(str(refused), retry_after(answer.headers)) from refused
     raise refused
 

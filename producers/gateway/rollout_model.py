@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from rollstream.producers.engines.base import Engine, Generation, Tokenizer
-from rollstream.producers.gateway.call_keys import CallIdentity
+from rollstream.producers.gateway.call_keys import ENGINE_ERROR, CallIdentity
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.options import is_alias
 from rollstream.producers.openai.protocol import Answer, answer_of, stop_length
@@ -67,11 +67,12 @@ class RolloutModel:
         if generation is None or not (step.data or {}).get("tools"):
             return
         tools: Any = (step.data or {})["tools"]
-        self._keep_written(self._answer(step.agent, reply, tuple(metadata.get("stop", ())), tools), reply.text)
+        answer = self._answer(step.agent, reply, tuple(metadata.get("stop", ())), tools)
+        self._keep_written(answer, reply.text, (step.data or {})["input"])
 
-    def _keep_written(self, answer: Answer, text: str) -> None:
+    def _keep_written(self, answer: Answer, text: str, sent: Sequence[Message]) -> None:
         if answer.tool_calls or answer.reasoning is not None:
-            self._written.keep(text, answer.text, answer.tool_calls)
+            self._written.keep(text, answer.text, answer.tool_calls, sent)
 
     def keep_response(self, step_index: int, metadata: Mapping[str, Any]) -> None:
         names = metadata.get("response_id", ""), self._call_id(step_index)
@@ -112,10 +113,9 @@ class RolloutModel:
         deviations = asked.deviations(self.session.sampling)
         deviations |= {} if asked.model in self._agents_by_name else {"model": asked.model}
         metadata |= {"asked": deviations} if deviations else {}
+        sent = self._messages(asked)
         try:
-            replies = await self.session.sample(
-                self._messages(asked), asked.n, agent, asked=self._asked(asked, metadata, on_text)
-            )
+            replies = await self.session.sample(sent, asked.n, agent, asked=self._asked(asked, metadata, on_text))
         except TurnsExhausted as error:
             self.exhausted = error
             raise Refusal(400, str(error), code="max_turns") from error
@@ -124,7 +124,8 @@ class RolloutModel:
         except PromptRefusedError as error:
             raise Refusal(400, str(error), param=asked.PROMPT_KEY) from error
         except ModelError as error:
-            raise Refusal(500, str(error), code="engine_error") from error
+            is_final = self.session.failure is not None
+            raise Refusal(500, str(error), code=ENGINE_ERROR, is_final=is_final) from error
         except ChatTemplateError as error:
             raise Refusal(400, str(error), param=asked.PROMPT_KEY) from error
         except EnvironmentRunError as error:
@@ -132,7 +133,7 @@ class RolloutModel:
         answered = self.answered(asked, replies)
         if _tools_of(asked):
             for reply, answer in zip(replies, answered.answers, strict=True):
-                self._keep_written(answer, reply.text)
+                self._keep_written(answer, reply.text, sent)
         await self.session.acknowledged()
         self.keep_response(replies[0].step_index, metadata)
         return SampledAnswers(replies, answered)
@@ -151,6 +152,7 @@ class RolloutModel:
             generation,
             tokenizer,
             prompt_ids=reply.prompt,
+            salt=reply.step_index,
             stop=stop,
             has_tools=bool(tools),
             is_cut=stop_length(generation, tokenizer, stop) is not None,
@@ -193,8 +195,7 @@ class RolloutModel:
         """Messages for the chat template; answers with tool calls are word for word as the model wrote them."""
         if not isinstance(asked, ChatRequest):
             return [{"role": "user", "content": self._plain_text(asked)}]
-        sent = (message.for_template() for message in asked.messages)
-        found = [self._written.as_written(message) or message for message in sent]
+        found = self._written.as_written([message.for_template() for message in asked.messages])
         if isinstance(asked, RespondedRequest) and asked.previous_response_id is not None:
             at = int(asked.has_instructions)
             found[at:at] = self._before(asked.previous_response_id)

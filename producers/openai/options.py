@@ -106,5 +106,5 @@ def is_function(tool: Mapping[str, Any]) -> bool:
 
 def left_out(tools: Iterable[Mapping[str, Any]]) -> list[str]:
     """Tools that no prompt here offers: a provider's own, by type and name."""
-    others = (tool for tool in tools if not is_function(tool))
-    return [" ".join(str(tool[key]) for key in ("type", "name") if tool.get(key)) for tool in others]
+    others = ((tool.get("type"), _name_of(tool)) for tool in tools if not is_function(tool))
+    return [" ".join(str(part) for part in parts if part) for parts in others]

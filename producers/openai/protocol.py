@@ -49,13 +49,15 @@ def answer_of(
     tokenizer: Tokenizer,
     *,
     prompt_ids: Sequence[int],
+    salt: int | str,
     stop: Sequence[str] = (),
     has_tools: bool = False,
     is_cut: bool = False,
     parse: Parse | None = None,
 ) -> Answer:
-    """The answer for a generation. Tool calls are parsed only if the request has tools. `is_cut`: the generation ends
-    with a stop text already, in place of an end token. `parse`: a renderer's, in place of <tool_call> alone.
+    """The answer for a generation. Tool calls are parsed only if the request has tools; `salt` keeps their ids apart
+    from those of other answers. `is_cut`: the generation ends with a stop text already, in place of an end token.
+    `parse`: a renderer's, in place of <tool_call> alone.
     """
     ids, reason = generation.token_ids, generation.finish_reason
     text_ids = ids[:-1] if reason == "stop" and not is_cut else ids
@@ -65,7 +67,7 @@ def answer_of(
         stop_text = next(word for word in stop if text.startswith(word, at))
         ids = ids[: _tokens_until_stop(tokenizer, text_ids, stop)]
         text, reason = text[:at], "stop"
-    parts = parts_of(text, ids, len(prompt_ids), parse) if has_tools else AnswerParts(text)
+    parts = parts_of(text, ids, salt, parse) if has_tools else AnswerParts(text)
     text, calls = parts.content, parts.tool_calls
     text = text[: _first_stop(text, stop)] if has_tools and parse is not None else text
     reason = "tool_calls" if calls and reason == "stop" else reason

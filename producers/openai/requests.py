@@ -13,6 +13,8 @@ from rollstream.producers.rollout import call_arguments
 from rollstream.schemas.errors import RollstreamError, first_invalid
 from rollstream.schemas.settings import Sampling
 
+SHOULD_RETRY = "x-should-retry"
+"""OpenAI's and Anthropic's clients repeat a request after 409, 429 and 5xx unless this header is `false`."""
 MAX_CHOICES = 128
 MAX_NESTING = 64
 """Maximum nesting of lists and objects in a body: chat templates and records allow some hundred levels."""
@@ -31,9 +33,12 @@ class Refusal(RollstreamError):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        is_final: bool = False,
     ) -> None:
+        """`is_final`: the same request is refused again at any time, though its status suggests another try."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.is_final = is_final
         self.status = status
         self.param = param
         self.code = code

@@ -18,6 +18,7 @@ from rollstream.producers.openai.access import CountedCall, KeyLimits
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.protocol import completion
 from rollstream.producers.openai.requests import (
+    SHOULD_RETRY,
     ChatRequest,
     Refusal,
     checked_request,
@@ -77,6 +78,12 @@ class Routes(ABC):
     @abstractmethod
     def check_model(self, request: web.Request, name: str) -> None:
         """Raises Refusal (404) for a name of no model here."""
+
+    @abstractmethod
+    async def too_many(self, request: web.Request) -> None:
+        """Note that a request was refused because of a limit (429); its client sends it again later. May raise what
+        reading its body raises.
+        """
 
     def application(self) -> web.Application:
         """The routes, with errors in OpenAI's shape, and in Anthropic's on its own."""
@@ -192,8 +199,12 @@ class Routes(ABC):
             with self._limits.call(caller) as request[_COUNTED]:
                 return await handler(request)
         except Refusal as refused:
+            if refused.status == HTTPStatus.TOO_MANY_REQUESTS:
+                with contextlib.suppress(Refusal, web.HTTPException, web.RequestPayloadError):
+                    await self.too_many(request)
             headers = {"WWW-Authenticate": "Bearer"} if refused.status == HTTPStatus.UNAUTHORIZED else {}
             headers |= {} if refused.retry_after_s is None else {"Retry-After": str(refused.retry_after_s)}
+            headers |= {SHOULD_RETRY: "false"} if refused.is_final else {}
             return json_response(_error_body(request, refused), status=refused.status, headers=headers)
         except web.HTTPRequestEntityTooLarge:
             refused = Refusal(413, f"the body has more than {MAX_BODY_BYTES} bytes; send less", code="body_too_large")

@@ -82,6 +82,9 @@ class Endpoint(Routes):
         """Raises Refusal: see `Access.check`."""
         return self._access.check(request.method, request.headers)
 
+    async def too_many(self, request: web.Request) -> None:
+        """Nothing: no answer is kept here."""
+
     async def count(self, request: web.Request, asked: ChatRequest) -> int:
         """Number of the prompt's tokens, once there are weights."""
         self.check_model(request, asked.model)
@@ -136,11 +139,10 @@ class Endpoint(Routes):
             ],
             param=asked.PROMPT_KEY,
         )
-        answers = [
-            answer_of(generation, tokenizer, prompt_ids=prompt_ids, stop=asked.stop, has_tools=has_tools)
-            for generation in generations
-        ]
-        return Answered(answers, secrets.token_hex(12), int(time.time()))
+        call_id = secrets.token_hex(12)
+        made = functools.partial(answer_of, prompt_ids=prompt_ids, stop=asked.stop, has_tools=has_tools)
+        answers = [made(one, tokenizer, salt=f"{call_id}/{index}") for index, one in enumerate(generations)]
+        return Answered(answers, call_id, int(time.time()))
 
     def _chat_ids(self, asked: ChatRequest) -> list[int]:
         found = self._plain_ids(self._render(asked))

@@ -71,29 +71,53 @@ class WrittenAnswers:
     """Texts that a rollout's model wrote, by the messages that clients make of them."""
 
     def __init__(self) -> None:
-        self._texts: dict[bytes, str] = {}
-        """Texts by fingerprint of the message; at most two a call."""
+        self._texts: dict[bytes, dict[bytes, str]] = {}
+        """Texts by fingerprint of the message, then by digest of the messages that it answers, the newest last; at most
+        two a call.
+        """
 
-    def keep(self, text: str, content: str, calls: Sequence[Mapping[str, Any]]) -> None:
-        """`text`: as it was sampled; `content`: without the calls. A client may give back either with the calls."""
-        self._texts[_fingerprint(content, calls)] = text
-        if calls:
-            self._texts[_fingerprint(text, calls)] = text
+    def keep(self, text: str, content: str, calls: Sequence[Mapping[str, Any]], sent: Sequence[Message]) -> None:
+        """`text`: as it was sampled for the messages `sent`; `content`: without the calls. A client may give back
+        either with the calls.
+        """
+        answered = hashlib.sha256()
+        for message in sent:
+            answered.update(_line(message))
+        for found in {_fingerprint(content, calls), *([_fingerprint(text, calls)] if calls else [])}:
+            texts = self._texts.setdefault(found, {})
+            texts.pop(answered.digest(), None)
+            texts[answered.digest()] = text
 
-    def parsed(self, reply: Reply, parse: Parse | None) -> Reply:
+    def parsed(self, reply: Reply, parse: Parse | None, sent: Sequence[Message]) -> Reply:
         """The answer to a request with tools, split into its parts; it may come back so."""
         if reply.generation is None:  # a scripted opponent's
             return reply
-        parts = parts_of(reply.text, reply.generation.token_ids, len(reply.prompt), parse)
-        self.keep(reply.text, parts.content, parts.tool_calls)
+        parts = parts_of(reply.text, reply.generation.token_ids, reply.step_index, parse)
+        self.keep(reply.text, parts.content, parts.tool_calls, sent)
         return replace(reply, parts=parts)
 
-    def as_written(self, message: Mapping[str, Any]) -> Message | None:
-        """The message as the model wrote it; None if it is not one of its answers."""
-        if not self._texts or not _is_answer(message):
+    def as_written(self, messages: list[Message]) -> list[Message]:
+        """Messages, the model's answers among them as it wrote them.
+
+        Of answers that a client cannot tell apart, it is the one to the same messages, else the newest.
+        """
+        if not self._texts:
+            return messages
+        found: list[Message] = []
+        before = hashlib.sha256()
+        for message in messages:
+            found.append(self._written(message, before.digest()) or message)
+            before.update(_line(found[-1]))
+        return found
+
+    def _written(self, message: Message, before: bytes) -> Message | None:
+        if not _is_answer(message):
             return None
-        written = self._texts.get(_fingerprint(message.get("content"), message.get("tool_calls")))
-        return None if written is None else {"role": "assistant", "content": written}
+        texts = self._texts.get(_fingerprint(message.get("content"), message.get("tool_calls")))
+        if texts is None:
+            return None
+        written = texts.get(before)
+        return {"role": "assistant", "content": next(reversed(texts.values())) if written is None else written}
 
     def restored(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages as the chat template gets them. Raises EnvironmentRunError for one that is not JSON."""
@@ -102,7 +126,7 @@ class WrittenAnswers:
         messages = [*messages]
         if not self._texts and not any(_is_answer(message) and message.get("tool_calls") for message in messages):
             return messages
-        return [self.as_written(message) or for_template(message) for message in plain(messages, "messages")]
+        return self.as_written([for_template(message) for message in plain(messages, "messages")])
 
 
 def for_template(message: Message) -> Message:
@@ -123,6 +147,10 @@ def _is_answer(message: Any) -> bool:
     content, calls = message.get("content"), message.get("tool_calls") or []
     are_calls = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     return are_calls and isinstance(content, str | None)
+
+
+def _line(message: Message) -> bytes:
+    return f"{call_arguments.dumps(message, sort_keys=True)}\n".encode()
 
 
 def _fingerprint(text: str | None, calls: Sequence[Mapping[str, Any]] | None) -> bytes:

@@ -116,20 +116,20 @@ def plain_messages(messages: Sequence[Any]) -> list[Message]:
     return found
 
 
-def parts_of(text: str, ids: Sequence[int], num_prompt: int, parse: Parse | None) -> AnswerParts:
-    """Split an answer to a request with tools. `text`: of `ids`, without the end token; `num_prompt`: number of ids
-    before it.
+def parts_of(text: str, ids: Sequence[int], salt: int | str, parse: Parse | None) -> AnswerParts:
+    """Split an answer to a request with tools. `text`: of `ids`, without the end token; `salt`: tells the answer from
+    others, such as the index of its step.
 
     `parse`: a renderer's parser, in place of <tool_call> alone.
     """
     if parse is not None:
         parsed = parse(ids)
-        return AnswerParts(parsed.content, parsed.reasoning, _calls_of(parsed, num_prompt))
-    calls = tool_calls_in(text, num_prompt)
+        return AnswerParts(parsed.content, parsed.reasoning, _calls_of(parsed, salt))
+    calls = tool_calls_in(text, salt)
     return AnswerParts(_without_calls(text) if calls else text, None, calls)
 
 
-def tool_calls_in(text: str, salt: int = 0) -> tuple[dict[str, Any], ...]:
+def tool_calls_in(text: str, salt: int | str = 0) -> tuple[dict[str, Any], ...]:
     """Calls in OpenAI's shape; none if one of them cannot be read. `salt` keeps ids of equal calls apart."""
     calls: list[dict[str, Any]] = []
     for number, (begin, end) in enumerate(call_spans(text)):
@@ -144,14 +144,15 @@ def tool_calls_in(text: str, salt: int = 0) -> tuple[dict[str, Any], ...]:
     return tuple(calls)
 
 
-def _calls_of(parsed: ParsedAnswer, salt: int) -> tuple[dict[str, Any], ...]:
+def _calls_of(parsed: ParsedAnswer, salt: int | str) -> tuple[dict[str, Any], ...]:
+    """An id that the model wrote itself stays: the family's template writes it again."""
     return tuple(
         _call(own_id or _call_id(salt, number, f"{name}\x1f{arguments}"), name, arguments)
         for number, (name, arguments, own_id) in enumerate(parsed.calls)
     )
 
 
-def _call_id(salt: int, number: int, body: str) -> str:
+def _call_id(salt: int | str, number: int, body: str) -> str:
     digest = hashlib.sha256(f"{salt}\x1f{number}\x1f{body}".encode()).hexdigest()
     return f"call_{digest[:24]}"
 

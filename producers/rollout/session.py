@@ -119,10 +119,10 @@ class Session:
         What the agent's model saw and said in earlier calls stays token for token, as long as the messages begin alike.
         Raises TurnsExhausted, or EnvironmentRunError for an agent that is not configured.
         """
-        asked = CallOptions(plain([*tools], "tools")) if tools else None
-        (reply,) = await self.sample(self._written.restored(messages), 1, agent, asked=asked)
+        asked, sent = CallOptions(plain([*tools], "tools")) if tools else None, self._written.restored(messages)
+        (reply,) = await self.sample(sent, 1, agent, asked=asked)
         parse = None if asked is None else self.parser(agent, reply.prompt, asked.tools)
-        return reply if asked is None else self._written.parsed(reply, parse)
+        return reply if asked is None else self._written.parsed(reply, parse, sent)
 
     @refused_with_pause
     async def sample(

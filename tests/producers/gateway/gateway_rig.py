@@ -36,6 +36,8 @@ class Outside:
         self.url = url
         self.token = token
         self.rollout: dict[str, Any] = {}
+        self.headers: Any = {}
+        """Headers of the last answer."""
 
     async def claim(self, wait_s: float = 10.0, *, key: str = "claim") -> dict[str, Any]:
         """The next rollout; `key`: its Idempotency-Key."""
@@ -50,7 +52,7 @@ class Outside:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {"Content-Type": "application/json"} | bears | headers
         async with self.http.post(url, data=io.BytesIO(data), headers=sent) as response:
-            text = await response.text()
+            text, self.headers = await response.text(), response.headers
             assert response.status == status, (response.status, text)
             return json.loads(text) if text else None
 
@@ -99,7 +101,8 @@ def play_outside(
     `tokenizer`: of the model, in place of the scripted one.
     `behind_s`, `is_over`, `may_have_begun`: of the gateway.
     """
-    section = GatewaySection(max_concurrent_calls=settings.pop("max_concurrent_calls", 64))
+    limits = ("max_concurrent_calls", "calls_per_key")
+    section = GatewaySection(**{name: settings.pop(name) for name in limits if name in settings})
     before: Played | None = settings.pop("before", None)
     tokenizer = settings.pop("tokenizer", None)
     options = {"max_length": settings.pop("max_length", None), "delay_s": settings.pop("delay_s", 0.0)}

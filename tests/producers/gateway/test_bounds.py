@@ -14,7 +14,7 @@ from rollstream.producers.gateway import played
 from rollstream.producers.gateway.call_keys import CallIdentity, RememberedCalls, RolloutKeys
 from rollstream.producers.gateway.listener import RolloutGateway
 from rollstream.producers.gateway.played import CLAIM
-from rollstream.producers.openai.requests import Refusal
+from rollstream.producers.openai.requests import SHOULD_RETRY, Refusal
 from rollstream.schemas.services import GatewaySection
 from tests.producers.conftest import scripted, task_of
 from tests.producers.gateway.gateway_rig import NAME, Outside, outside, play_outside
@@ -107,6 +107,7 @@ def test_a_claim_at_the_moment_of_the_rollouts_timeout_is_told_so_and_the_next_o
                 body, header = {"wait_s": 5.0}, {"Idempotency-Key": "claim"}
                 refused = await one.post(f"{one.url}/rollouts", body, key=one.token, status=409, **header)
                 assert refused["error"]["code"] == "rollout_ended"
+                assert SHOULD_RETRY not in one.headers, "the next claim may get a rollout"
                 assert refused["error"]["message"].endswith(
                     "has ended by its timeout while it was claimed; claim again"
                 )

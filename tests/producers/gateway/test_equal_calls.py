@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.producers.gateway.call_keys import MAX_REFUSED, CallIdentity, RememberedCalls
 from tests.producers.gateway.gateway_rig import Killed, play_outside
 
 
@@ -35,6 +36,18 @@ async def hang_up(one: Any, num: int) -> None:
     for call in asked:
         call.cancel()
     await asyncio.wait(asked)
+
+
+async def repeated(one: Any) -> Any:
+    """A chat that is repeated, as OpenAI's client does it, while it is refused because of a limit."""
+    url, bears = f"{one.rollout['base_url']}/v1/chat/completions", {"Authorization": f"Bearer {one.rollout['key']}"}
+    body = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
+    for count in itertools.count():
+        async with one.http.post(url, json=body, headers=bears | retry(count)) as response:
+            if response.status == 200:
+                return await response.json()
+            assert response.status == 429
+        await asyncio.sleep(0.05)
 
 
 async def finish(one: Any) -> None:
@@ -97,3 +110,25 @@ def test_equal_retries_of_calls_that_never_arrived_are_one_call_and_under_keys_o
 
     played = play_outside(tmp_path, agent, script=numbered(), delay_s=0.1)
     assert_complete(played, 3)
+
+
+@pytest.mark.parametrize("limit", ["max_concurrent_calls", "calls_per_key"])
+def test_equal_calls_of_which_some_are_refused_because_of_a_limit_get_an_answer_each(tmp_path, limit):
+    async def agent(one: Any) -> None:
+        found = texts_of(await asyncio.gather(*(repeated(one) for _ in range(5))))
+        assert sorted(found) == [f"answer {number}" for number in range(5)]
+        await finish(one)
+
+    limits: dict[str, Any] = {limit: 2}
+    played = play_outside(tmp_path, agent, script=numbered(), delay_s=0.3, **limits)
+    assert_complete(played, 5)
+
+
+def test_refused_calls_that_never_come_again_are_remembered_up_to_a_bound():
+    calls = RememberedCalls()
+    for number in range(MAX_REFUSED + 5):
+        calls.refuse(CallIdentity(f"body {number}", None))
+    assert len(calls._refused) == MAX_REFUSED
+    calls.refuse(CallIdentity("keyed", "key"))
+    calls.refuse(CallIdentity("again", None, retry_count=1))
+    assert not {"keyed", "again"} & calls._refused.keys()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -92,5 +93,22 @@ def test_a_port_in_use_ends_the_process_with_the_setting_to_change(tmp_path):
             async with producing(tmp_path, GatewaySection(port=port)) as (_, task):
                 with pytest.raises(RollstreamError, match=rf"gateway: port {port} of 127.0.0.1 cannot be used .*set "):
                     await task
+
+    asyncio.run(scenario())
+
+
+def test_the_address_of_a_gateway_at_an_ipv6_host_is_a_url_that_agents_can_ask(tmp_path):
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no ::1")
+
+    async def scenario() -> None:
+        async with producing(tmp_path, GatewaySection(host="::1")):
+            await wait_until(address_file(tmp_path, NAME).exists)
+            assert json.loads(address_file(tmp_path, NAME).read_text())["url"].startswith("http://[::1]:")
+            async with GatewayClient.of_workspace(tmp_path, NAME) as gateway:
+                assert await gateway.claim(wait_s=0.0) is None
 
     asyncio.run(scenario())

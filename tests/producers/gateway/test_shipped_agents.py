@@ -246,7 +246,7 @@ def test_codex_gets_calls_of_tools_in_namespaces_as_it_knows_them_and_goes_on_to
         ("chat/completions", {"logit_bias": {"5": 1}, "repetition_penalty": 1.1}, None),
         ("chat/completions", {"response_format": {"type": "json_object"}, "tool_choice": "required"}, None),
         ("chat/completions", {"parallel_tool_calls": False}, None),
-        ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "p"}}]}, {"tools": ["custom"]}),
+        ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "p"}}]}, {"tools": ["custom p"]}),
         ("chat/completions", {"min_p": 0, "response_format": {"type": "text"}, "service_tier": "auto"}, {}),
         ("responses", {"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
         ("responses", {"tool_choice": "required", "truncation": "auto"}, None),

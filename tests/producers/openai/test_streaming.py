@@ -42,7 +42,7 @@ def test_pieces_are_how_the_text_of_the_answer_begins(parts, sizes, stop, has_to
     ids = (*tokenizer.encode("".join(parts), add_special_tokens=False), tokenizer.eos_token_id)
     span = VersionSpan(model_group="run-1/policy", version=0, length=len(ids))
     generation = Generation(ids, (0.0,) * len(ids), (span,), "stop")
-    whole = answer_of(generation, tokenizer, prompt_ids=(1,), stop=stop, has_tools=has_tools)
+    whole = answer_of(generation, tokenizer, prompt_ids=(1,), salt=0, stop=stop, has_tools=has_tools)
     stream, sent, at = TextStream(tokenizer, stop, has_tools=has_tools), "", 0
     for number in range(len(ids)):
         size = sizes[number % len(sizes)]
@@ -243,8 +243,9 @@ class BrokenError(Exception):
     """Failure of an engine after its first tokens."""
 
 
+@pytest.mark.parametrize("api", ["messages", "chat", "responses"])
 def test_an_engine_that_fails_in_mid_stream_ends_it_with_the_error_as_each_client_knows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, api: str
 ) -> None:
     async def fails(engine: ScriptedEngine, request: GenerationRequest) -> Any:
         assert request.on_tokens is not None
@@ -254,21 +255,29 @@ def test_an_engine_that_fails_in_mid_stream_ends_it_with_the_error_as_each_clien
 
     monkeypatch.setattr(ScriptedEngine, "generate", fails)
 
-    async def agent(one: Any) -> None:
+    async def messages(one: Any) -> None:
         headers = {"Authorization": f"Bearer {one.rollout['key']}"}
         message = {"model": "policy", "max_tokens": 4, "messages": ASK, "stream": True}
         async with one.http.post(f"{one.rollout['base_url']}/v1/messages", json=message, headers=headers) as response:
             last = events_of(await response.text())[-1]
         assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+
+    async def chat(one: Any) -> None:
         async with openai.AsyncOpenAI(base_url=f"{one.rollout['base_url']}/v1", api_key=one.rollout["key"]) as client:
             stream = await client.chat.completions.create(model="policy", messages=ASK, stream=True)
             with pytest.raises(openai.APIError, match="the gateway could not process this request"):
                 async for _ in stream:
                     pass
+
+    async def responses(one: Any) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{one.rollout['base_url']}/v1", api_key=one.rollout["key"]) as client:
             events = [event async for event in await client.responses.create(model="policy", input="a", stream=True)]
         assert events[-1].type == "error"
         assert events[-1].message == "the gateway could not process this request; see its log"
         assert events[-1].code == "internal_error"
+
+    async def agent(one: Any) -> None:
+        await {"messages": messages, "chat": chat, "responses": responses}[api](one)
         await one.end()
 
     assert play_outside(tmp_path, agent).last.cause == "engine_error"

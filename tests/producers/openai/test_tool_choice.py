@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rollstream.producers.openai.options import left_out
 from rollstream.producers.openai.requests import Refusal, parse_request
 
 ASK = [{"role": "user", "content": "3+4="}]
@@ -40,3 +41,12 @@ def test_a_tool_choice_that_no_tool_of_the_request_fits_is_refused_by_name(choic
     assert str(refused.value).startswith("tool_choice: ")
     assert message in str(refused.value)
     assert (refused.value.status, refused.value.param) == (400, "tool_choice")
+
+
+def test_tools_that_no_prompt_offers_are_told_by_type_and_name_wherever_their_api_has_the_name():
+    chats = {"type": "custom", "custom": {"name": "patch"}}
+    assert left_out([ADD, SEARCH, chats, {"type": "bash_20250124", "name": "bash"}]) == [
+        "web_search",
+        "custom patch",
+        "bash_20250124 bash",
+    ]
