@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 
 from rollstream.eventlog.log import Received
+from rollstream.metrics.projection.attempts import MAX_BIGINT
 from rollstream.metrics.projection.columns import Row, copied
 from rollstream.schemas import tokens
 from rollstream.schemas.events.rollouts import (
@@ -40,7 +41,7 @@ LLM_COLUMNS = (
 
 def number64(value: int) -> int | None:
     """A number that a 64-bit column can hold, else none."""
-    return value if -(2**63) <= value < 2**63 else None
+    return value if -MAX_BIGINT - 1 <= value <= MAX_BIGINT else None
 
 
 def json_text(value: Any) -> str:

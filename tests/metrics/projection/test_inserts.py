@@ -17,7 +17,9 @@ from rollstream.metrics.projection.columns import read_sql
 from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.inserts import ROWS_AT_ONCE, inserts_into
 from rollstream.metrics.projection.projector import project
-from rollstream.schemas.events import TrajectoryRejected
+from rollstream.schemas.events import ReferenceScored, TrajectoryRejected
+from rollstream.schemas.events.weights import Scorer
+from rollstream.schemas.tokens import encode_floats
 
 INTS = st.none() | st.integers(-(2**63), 2**63 - 1)
 TEXTS = st.none() | st.text()
@@ -112,3 +114,19 @@ def test_an_integer_that_no_column_can_hold_is_the_largest_and_stops_no_projecti
         database.close()
     most = 2**63 - 1
     assert found == 2 * [[[(1, 2**62), (most, 2**62), (3, most)], [(most,)], [(None,)]]]
+
+
+def test_scores_with_a_part_that_has_no_mean_have_none(tmp_path: Path) -> None:
+    common = {
+        "run_id": "r", "time_ms": 1, "model_group": "r/policy", "job_id": "r/rl", "batch_id": "b", "version": 1,
+        "term": 1, "trajectory_id": "t", "trajectory_sha256": "s", "scorer": Scorer(role="reference"), "num_parts": 2,
+    }  # fmt: skip
+    parts = [[-2.0, -2.0], [float("-inf"), -2.0]]
+    scores = [ReferenceScored(**common, part=n, logprobs=encode_floats(part)) for n, part in enumerate(parts)]
+    database = Database(tmp_path / "metrics.duckdb")
+    for offset, encoded in enumerate(map(encode, scores)):
+        record = Record("weights", 0, offset, encoded.key, encoded.value, encoded.headers, 0)
+        database.write(project([record]), {})
+    found = database.cursor().execute("SELECT num_tokens, mean_logprob FROM reference_scores").fetchall()
+    database.close()
+    assert found == [(4, None)]
