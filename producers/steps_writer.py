@@ -19,6 +19,8 @@ from rollstream.schemas.events import RolloutEnded, RolloutFailed
 MAX_WAITING = 64
 """Events of one attempt that may wait to be sent before the next one has to."""
 
+_TERMINAL = (RolloutEnded, RolloutFailed)
+
 
 class StepsWriter:
     """The owner's end of one steps partition: its clock, and how far acknowledged sends reach."""
@@ -125,7 +127,7 @@ class Outbox:
         self._num_put += 1
         if self._sender is None:
             self._sender = asyncio.create_task(self._drain())
-        if isinstance(encoded.event, RolloutEnded | RolloutFailed):
+        if isinstance(encoded.event, _TERMINAL):
             await self._sender
             self.terminal = self.terminal or encoded.event
         elif len(self._waiting) >= MAX_WAITING:

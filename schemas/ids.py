@@ -1,5 +1,6 @@
 """Identities, all derived from what happened, so that a retry repeats them. No randomness but `new_run_id`."""
 
+import functools
 import hashlib
 import re
 import secrets
@@ -160,6 +161,7 @@ def player(group: str, version: int) -> str:
     return f"{group}@{version}"
 
 
+@functools.lru_cache(maxsize=1024)
 def version_of(player: str) -> tuple[str, int] | None:
     """Model group and version of a player; None if it is a scripted one."""
     found = None if player.startswith(SCRIPTED) else _PLAYER.fullmatch(player)
@@ -225,10 +227,11 @@ def is_key_of_run(key: bytes, run_id: str) -> bool:
 
 def derive_seed(*parts: str | int) -> int:
     """A 63-bit seed from its parts; equal parts give the equal seed on every machine."""
-    text = "\x1f".join(str(part) for part in parts)
+    text = "\x1f".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
+@functools.lru_cache(maxsize=1024)
 def member_seed(task_seed: int, member: int) -> int:
     """Seed of one member of a group; every attempt at it has the same."""
     return derive_seed(task_seed, member)

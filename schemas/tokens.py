@@ -116,7 +116,7 @@ def packed(values: "array[int] | array[float]") -> bytes:
 
 
 def _encode(values: "array[int] | array[float]") -> str:
-    return base64.b64encode(packed(values)).decode("ascii")
+    return binascii.b2a_base64(packed(values), newline=False).decode("ascii")
 
 
 def _fill(values: "array[int] | array[float]", text: str) -> None:

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import orjson
 
-MAX_ENTRIES = 1024
-MAX_CHARACTERS = 1 << 22
-"""Maximum characters of the texts that a cache remembers: 4 MiB or a few times that."""
+MAX_ENTRIES = 8192
+MAX_CHARACTERS = 1 << 23
+"""Maximum characters of the texts that a cache remembers: 8 MiB or a few times that."""
 MAX_TOKEN_TEXTS = 1 << 18
 """Maximum number of remembered texts of single tokens: enough for all of most vocabularies."""
 _PROBE = "a b  c\n0 <|im_end|> \u00e9\u4e2d"

@@ -94,7 +94,7 @@ def with_exact_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 def for_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Recorded messages as a chat template gets them: arguments that no record can hold are objects, too."""
-    return [_with_exact_calls(message) for message in messages]
+    return [_with_exact_calls(message) if "tool_calls" in message else message for message in messages]
 
 
 def _with_exact_calls(message: dict[str, Any]) -> dict[str, Any]:

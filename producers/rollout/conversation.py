@@ -12,6 +12,7 @@ from typing import Any
 
 from rollstream.producers.engines.base import Generation, Tokenizer
 from rollstream.schemas import tokens
+from rollstream.schemas.base import validator_of
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
 
 _REWRITTEN = re.compile(r"\\[nrt\"]|[\W_]+")
@@ -19,6 +20,7 @@ _REWRITTEN = re.compile(r"\\[nrt\"]|[\W_]+")
 REASONED = "</think>"
 """Ends what chat templates leave out of an answer when they render it back."""
 Bridge = Callable[[list[int], list[int]], list[int] | None]
+_llm_call = validator_of(LLMCall)
 MIN_SHARED = 32
 """Ids that a prompt must share with a part of an earlier call, to be written as its prefix."""
 
@@ -52,40 +54,56 @@ class _Node:
     """Number of ids of the whole text up to here, and the step of the call that has it."""
 
 
+_Best = tuple[int, int, int] | None
+"""The text with most ids on the way to a node: its characters, its ids and its step."""
+_Position = tuple[_Node, int, _Best]
+"""The node whose text ends with so many characters of a text."""
+
+
 class Stems:
     """Texts that a later prompt may begin with, in a radix tree: what several of them have in common is kept once."""
 
     def __init__(self) -> None:
-        self._root = _Node("", {})
+        self._root: _Position = _Node("", {}), 0, None
+        self._text, self._position = "", self._root
+        """The last text and its position. A conversation goes on from there, so its next text is not looked up from the
+        root, node by node: a call costs the same after many others.
+        """
 
     def add(self, text: str, length: int, step_index: int) -> None:
         """A text, which is the first `length` ids of the call at a step. Of equal texts, the longest in ids counts,
         then the newest.
         """
-        node, at = self._root, 0
-        while at < len(text):
+        node, at, best = self._found(text)
+        if at < len(text):
             below = node.children.get(text[at])
-            if below is None:
-                below = node.children[text[at]] = _Node(text[at:], {})
-            elif not text.startswith(below.text, at):
+            if below is not None:  # another text, from some character on
                 shared = _num_shared(below.text, text[at:])
                 upper = node.children[text[at]] = _Node(below.text[:shared], {below.text[shared]: below})
-                below.text, below = below.text[shared:], upper
-            node, at = below, at + len(below.text)
+                below.text = below.text[shared:]
+                node, at = upper, at + shared
+            if at < len(text):
+                node.children[text[at]] = node = _Node(text[at:], {})
         if node.stem is None or length >= node.stem[0]:
             node.stem = length, step_index
+            if best is None or length >= best[1]:
+                best = len(text), length, step_index
+        self._text, self._position = text, (node, len(text), best)
+        if not text:
+            self._root = self._position
 
-    def longest(self, text: str) -> tuple[int, int, int] | None:
+    def longest(self, text: str) -> _Best:
         """The text with most ids that `text` begins with: its characters, its ids and its step."""
-        best: tuple[int, int, int] | None = None
-        node, at = self._root, 0
-        while True:
+        return self._found(text)[2]
+
+    def _found(self, text: str) -> _Position:
+        """The position of the longest text of a node that `text` begins with."""
+        node, at, best = self._position if text.startswith(self._text) else self._root
+        while (below := node.children.get(text[at : at + 1])) is not None and text.startswith(below.text, at):
+            node, at = below, at + len(below.text)
             if node.stem is not None and (best is None or node.stem[0] >= best[1]):
                 best = at, *node.stem
-            below = node.children.get(text[at : at + 1])
-            if below is None or not text.startswith(below.text, at):
-                return best
-            node, at = below, at + len(below.text)
+        return node, at, best
 
 
 class Conversation:
@@ -219,7 +237,7 @@ def usage_of(prompt: Prompt, generation: Generation) -> dict[str, Any]:
 
 
 def _letters(text: str) -> str:
-    return _REWRITTEN.sub("", text)
+    return text if text.isalnum() else _REWRITTEN.sub("", text)
 
 
 def _num_shared(one: Any, other: Any) -> int:
@@ -243,13 +261,16 @@ def ids_sha256(token_ids: "array[int]") -> str:
 
 def recorded_call(prompt: Prompt, generation: Generation) -> LLMCall:
     """An answer to a prompt as its step records it."""
-    return LLMCall(
-        prefix=prompt.prefix,
-        prompt_ids=tokens.encode_ids(prompt.new_ids),
-        completion_ids=tokens.encode_ids(generation.token_ids),
-        logprobs=tokens.encode_floats(generation.logprobs) if generation.spans else None,
-        spans=generation.spans,
-        finish_reason=generation.finish_reason,
-        kept_ids=None if generation.kept is None else tokens.encode_kept(generation.kept),
-        uses=prompt.uses,
-    )
+    fields: dict[str, Any] = {
+        "prefix": prompt.prefix,
+        "prompt_ids": tokens.encode_ids(prompt.new_ids),
+        "completion_ids": tokens.encode_ids(generation.token_ids),
+        "logprobs": tokens.encode_floats(generation.logprobs) if generation.spans else None,
+        "spans": generation.spans,
+        "finish_reason": generation.finish_reason,
+    }
+    if generation.kept is not None:
+        fields["kept_ids"] = tokens.encode_kept(generation.kept)
+    if prompt.uses:
+        fields["uses"] = prompt.uses
+    return _llm_call(fields)

@@ -74,6 +74,9 @@ class CallOptions:
         return sampling.model_copy(update={"max_new_tokens": self.max_new_tokens})
 
 
+NO_OPTIONS = CallOptions()
+
+
 class OpenedRollout(Protocol):
     """A rollout that a program outside can play."""
 
@@ -113,7 +116,7 @@ class Gateway(Protocol):
 def rendered(messages: list[dict[str, Any]], tokenizer: Tokenizer, asked: CallOptions | None) -> str:
     """The prompt of messages. Raises ChatTemplateError for those of a program outside that the template refuses."""
     if asked is None:
-        return CallOptions().rendered(messages, tokenizer)
+        return NO_OPTIONS.rendered(messages, tokenizer)
     if asked.text is not None:
         return asked.text
     return by_template(messages, tokenizer, **asked.data)

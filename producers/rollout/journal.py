@@ -34,15 +34,15 @@ LOST_CALL = "lost_call"
 WORKFLOW = "<workflow>"
 """NAT's name of the function that the whole agent is."""
 
-
 _step = validator_of(StepRecorded)
+_URLS = uuid.NAMESPACE_URL.bytes
+_VARIANT = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
 
 
 def uuid_of(name: str) -> str:
     """`str(uuid.uuid5(uuid.NAMESPACE_URL, name))`, in a third of the time (RFC 9562, section 5.5)."""
-    digest = hashlib.sha1(uuid.NAMESPACE_URL.bytes + name.encode(), usedforsecurity=False).hexdigest()
-    variant = "89ab"[int(digest[16], 16) & 3]
-    return f"{digest[:8]}-{digest[8:12]}-5{digest[13:16]}-{variant}{digest[17:20]}-{digest[20:32]}"
+    digest = hashlib.sha1(_URLS + name.encode(), usedforsecurity=False).hexdigest()
+    return f"{digest[:8]}-{digest[8:12]}-5{digest[13:16]}-{_VARIANT[digest[16]]}{digest[17:20]}-{digest[20:32]}"
 
 
 class Journal:
@@ -113,11 +113,15 @@ class Journal:
         """
         step = None if prefix is None else self._steps.get(prefix.step_index)
         before: Any = None if step is None else (step.data or {}).get("input")
-        if isinstance(messages, list) and isinstance(before, list):
-            messages[: len(before)] = [
-                known if _are_equal(known, message) else message
-                for known, message in zip(before, messages, strict=False)
-            ]
+        if not isinstance(messages, list) or not isinstance(before, list):
+            return
+        shared = before[: len(messages)]
+        if _are_equal(shared, messages[: len(shared)]):
+            messages[: len(shared)] = shared
+            return
+        messages[: len(shared)] = [
+            known if _are_equal(known, message) else message for known, message in zip(shared, messages, strict=False)
+        ]
 
     async def begin(self, *, member: int, attempt: int, seed: int) -> None:
         """Emit RolloutStarted."""

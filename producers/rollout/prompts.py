@@ -14,10 +14,13 @@ import orjson
 from rollstream.producers.engines.base import Tokenizer
 from rollstream.producers.rollout import call_arguments
 from rollstream.producers.rollout.conversation import Conversation, Prompt, history_with
-from rollstream.producers.rollout.gateway_interface import CallOptions, rendered
+from rollstream.producers.rollout.gateway_interface import NO_OPTIONS, CallOptions, rendered
 from rollstream.producers.rollout.rendering import renderer_for
-from rollstream.producers.rollout.reply import Message, Parse, Reply, parts_of, plain
+from rollstream.producers.rollout.reply import Message, Parse, Reply, is_list, parts_of, plain
 from rollstream.schemas.errors import EnvironmentRunError
+
+_MAPPING = (dict, Mapping)
+"""Most messages are dictionaries, which need no look at an abstract class."""
 
 
 def prompt_of(
@@ -30,12 +33,13 @@ def prompt_of(
     """Ids to go on from. `wanted`: the run's `renderer`. Raises EnvironmentRunError for a prompt without tokens, and
     the errors of `rendered`.
     """
-    asked, text = options or CallOptions(), rendered(messages, tokenizer, options)
+    asked, text = options or NO_OPTIONS, rendered(messages, tokenizer, options)
     prompt = _bridged(conversation, text, messages, tokenizer, asked, wanted)
     prompt = prompt or conversation.prompt(text, asked.token_ids)
     if not prompt.token_ids:
         raise EnvironmentRunError("the chat template produces no tokens for these messages; add content")
-    return replace(prompt, history=history_of(messages, asked))
+    history = history_of(messages, asked)
+    return replace(prompt, history=history) if history else prompt
 
 
 def history_of(messages: Sequence[Mapping[str, Any]], asked: CallOptions) -> str:
@@ -55,8 +59,10 @@ def _bridged(
     wanted: str,
 ) -> Prompt | None:
     """The last answer in the messages must be one of the conversation's own, and come after what it was given to."""
+    if not asked.tools or asked.text is not None:
+        return None
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers or not asked.tools or asked.text is not None:
+    if not answers:
         return None
     answered, after = messages[answers[-1]], messages[answers[-1] + 1 :]
     renderer = renderer_for(tokenizer, wanted)
@@ -121,19 +127,19 @@ class WrittenAnswers:
 
     def restored(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages as the chat template gets them. Raises EnvironmentRunError for one that is not JSON."""
-        if isinstance(messages, str | Mapping):
+        if not is_list(messages):
             return messages  # for others to refuse
         messages = [*messages]
-        if not self._texts and not any(_is_answer(message) and message.get("tool_calls") for message in messages):
+        if not self._texts and not any(map(_has_calls, messages)):
             return messages
         return self.as_written([for_template(message) for message in plain(messages, "messages")])
 
 
 def for_template(message: Message) -> Message:
     """A message as chat templates expect it: text as its content, arguments of tool calls as objects."""
-    calls = message.get("tool_calls") if _is_answer(message) else None
-    if not calls:
+    if not _has_calls(message):
         return message
+    calls = message["tool_calls"]
     return message | {
         "content": message.get("content") or "",
         "tool_calls": [call_arguments.with_object_arguments(call) for call in calls],
@@ -142,11 +148,15 @@ def for_template(message: Message) -> Message:
 
 def _is_answer(message: Any) -> bool:
     """Whether a message has the shape of the assistant's; any other is up to the chat template."""
-    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+    if not isinstance(message, _MAPPING) or message.get("role") != "assistant":
         return False
     content, calls = message.get("content"), message.get("tool_calls") or []
     are_calls = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     return are_calls and isinstance(content, str | None)
+
+
+def _has_calls(message: Any) -> bool:
+    return isinstance(message, _MAPPING) and bool(message.get("tool_calls")) and _is_answer(message)
 
 
 def _line(message: Message) -> bytes:

@@ -108,9 +108,9 @@ def build_environment(name: str, config: Mapping[str, JsonValue], permissions: P
     found = environment(name, permissions)
     expanded = environment_config(name, config, permissions)
     if inspect.iscoroutinefunction(found):
-        _check_keys(name, found, expanded, num_positional=1)
+        _check_keys(name, found, tuple(expanded), num_positional=1)
         return FunctionEnvironment(found, expanded)
-    _check_keys(name, found, expanded, num_positional=0)
+    _check_keys(name, found, tuple(expanded), num_positional=0)
     try:
         built: Environment = found(**expanded)
     except (TypeError, ValueError) as error:
@@ -150,18 +150,14 @@ def _find(known: Mapping[str, Any], what: str, name: str, more: tuple[str, ...] 
 
 
 @functools.lru_cache(maxsize=64)
-def _signature(found: Callable[..., Any]) -> inspect.Signature:
-    """Signature of an environment, which each rollout builds again."""
-    return inspect.signature(found)
-
-
-def _check_keys(name: str, found: Callable[..., Any], config: Mapping[str, Any], *, num_positional: int) -> None:
-    signature = _signature(found)
+def _check_keys(name: str, found: Callable[..., Any], keys: tuple[str, ...], *, num_positional: int) -> None:
+    """Raises ConfigError for a key that an environment does not take, or one that it misses."""
+    signature = inspect.signature(found)
     try:
-        signature.bind(*[None] * num_positional, **config)
+        signature.bind(*[None] * num_positional, **dict.fromkeys(keys))
     except TypeError as error:
         parameters = list(signature.parameters)[num_positional:]
-        unknown = [key for key in config if key not in parameters]
+        unknown = [key for key in keys if key not in parameters]
         if not unknown:
             raise ConfigError(f"environment {name}: {error}; see environment_config") from error
         near = nearest(unknown[0], parameters)

@@ -105,9 +105,14 @@ def plain(value: Any, what: str) -> Any:
         ) from error
 
 
+def is_list(messages: Any) -> bool:
+    """Whether a chat's messages may be a list of messages; a list itself needs no look at an abstract class."""
+    return isinstance(messages, list) or not isinstance(messages, str | Mapping)
+
+
 def plain_messages(messages: Sequence[Any]) -> list[Message]:
     """A copy of a chat's messages, as the log will hold them. Raises EnvironmentRunError if they are none."""
-    found = None if isinstance(messages, str | Mapping) else plain([*messages], "messages")
+    found = plain([*messages], "messages") if is_list(messages) else None
     if found is None or not all(isinstance(one, dict) for one in found):
         raise EnvironmentRunError(
             'messages: expected a list of messages such as [{"role": "user", "content": "..."}], not '

@@ -299,7 +299,7 @@ class Session:
         branching = self._settings.responses_per_step
         shared_by = branching ** max(0, ids.tree_depth(self._task.num_rollouts, branching) - 1 - level)
         seed = functools.partial(ids.answer_seed, self.task_seed, self.member, agent, level=level, shared_by=shared_by)
-        return [seed(number) for number in range(first, first + num_answers)]
+        return [*map(seed, range(first, first + num_answers))]
 
     def _model_group(self, agent: str) -> str:
         if agent not in self._settings.agents:

@@ -9,7 +9,7 @@ TEXTS = st.text(alphabet="ab\u00e9", max_size=8)
 
 
 def kept_characters(stems: Stems) -> int:
-    nodes, found = [stems._root], 0
+    nodes, found = [stems._root[0]], 0
     while nodes:
         node = nodes.pop()
         found += len(node.text)
@@ -17,14 +17,19 @@ def kept_characters(stems: Stems) -> int:
     return found
 
 
-@given(st.lists(st.tuples(TEXTS, st.integers(0, 3)), max_size=12), TEXTS)
-def test_the_stem_with_most_ids_is_found(added: list[tuple[str, int]], text: str) -> None:
+@given(st.lists(st.tuples(TEXTS, st.integers(0, 3), TEXTS), max_size=12))
+def test_the_stem_with_most_ids_is_found(added: list[tuple[str, int, str]]) -> None:
     stems = Stems()
-    for step_index, (stem, length) in enumerate(added):
-        stems.add(stem, length, step_index)
-    begun_with = [(length, len(stem), step) for step, (stem, length) in enumerate(added) if text.startswith(stem)]
-    length, num_characters, step_index = max(begun_with, default=(0, 0, -1))
-    assert stems.longest(text) == ((num_characters, length, step_index) if begun_with else None)
+    for number, (stem, length, text) in enumerate(added, 1):
+        stems.add(stem, length, number - 1)
+        for sought in (text, stem, stem + text):
+            begun_with = [
+                (length, len(stem), step)
+                for step, (stem, length, _) in enumerate(added[:number])
+                if sought.startswith(stem)
+            ]
+            most, num_characters, step_index = max(begun_with, default=(0, 0, -1))
+            assert stems.longest(sought) == ((num_characters, most, step_index) if begun_with else None)
 
 
 def test_the_common_beginning_of_many_turns_is_kept_once() -> None:
