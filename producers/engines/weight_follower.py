@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rollstream.eventlog import terms
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -227,8 +228,7 @@ class WeightFollower:
         began = time.perf_counter()
         try:
             base_model = self._base_model(published)
-            await asyncio.to_thread(check_base_model, published, base_model)
-            path = await asyncio.to_thread(self._artifacts.fetch, published.artifact)
+            path = await asyncio.to_thread(self._fetched, published, base_model)
             await self._engine.load(published.model_copy(update={"base_model": base_model}), path)
         except (ArtifactError, ModelError, ConfigError) as error:
             if isinstance(error, NotAllowedError):
@@ -262,6 +262,11 @@ class WeightFollower:
             )
         )
         logger.info("loaded model_group=%s version=%d", published.model_group, published.version)
+
+    def _fetched(self, published: WeightsPublished, base_model: str) -> Path:
+        """Local path of a version that fits its base model. Runs in another thread."""
+        check_base_model(published, base_model)
+        return self._artifacts.fetch(published.artifact)
 
     def _base_model(self, published: WeightsPublished) -> str:
         if not self._engine.capabilities.loads_models:
