@@ -260,7 +260,7 @@ class _Stage:
         return "done"
 
     async def _reward(self, session: Session, stop_reason: str) -> None:
-        steps = rewards.played(self._journal.steps)
+        steps = rewards.played(self._journal.steps) if self._settings.rewards else ()
         # A reward that a recorded rollout brings under the name of a reward function takes its place.
         came_with_it = {reward.name for reward in self._journal.rewards if self._settings.environment == RECORDED}
         for name in self._settings.rewards:

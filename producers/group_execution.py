@@ -5,6 +5,7 @@ attempt is tried again until none is left, one whose producer was lost is not co
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -304,11 +305,8 @@ class GroupExecution:
         return max(1, int(self.task.settings.group_timeout_s * 1000))
 
     async def _run_attempt(self, member: int, attempt: int) -> None:
-        async def send(event: Encoded) -> None:
-            await self._send(event, member, attempt)
-
         before = self._continued.pop((member, attempt), None)
-        async with Outbox(send) as outbox:
+        async with Outbox(functools.partial(self._send, member=member, attempt=attempt)) as outbox:
             await self._producer.rollout(
                 self.task,
                 member=member,

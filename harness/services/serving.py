@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
-import uvloop
 from pydantic import ValidationError
 
 from rollstream.eventlog.broker.broker import own_block
@@ -148,7 +147,7 @@ def serve(service: str, settings: ServiceSettings) -> None:
     module = importlib.import_module(MODULES.get(service, f"rollstream.{service}.service"))
     if service == "learner" and module.follows(settings):
         return
-    uvloop.run(leaving_nobody(service, run_until_stopped(service, settings, module.serve)))
+    asyncio.run(leaving_nobody(service, run_until_stopped(service, settings, module.serve)))
 
 
 def _start_ranks(settings: LearnerSettings) -> None:

@@ -20,7 +20,7 @@ _REWRITTEN = re.compile(r"\\[nrt\"]|[\W_]+")
 REASONED = "</think>"
 """Ends what chat templates leave out of an answer when they render it back."""
 Bridge = Callable[[list[int], list[int]], list[int] | None]
-_llm_call = validator_of(LLMCall)
+_llm_call, _prefix = validator_of(LLMCall), validator_of(Prefix)
 MIN_SHARED = 32
 """Ids that a prompt must share with a part of an earlier call, to be written as its prefix."""
 
@@ -137,7 +137,7 @@ class Conversation:
         kept = prompt_ids[:length] + completion_ids[: max(0, length - len(prompt_ids))]
         rest = text[num_characters:]
         new_ids = array("i", self._tokenizer.encode(rest, add_special_tokens=False) if rest else ())
-        prefix = Prefix(step_index=step_index, length=length, sha256=ids_sha256(kept))
+        prefix = _prefix({"step_index": step_index, "length": length, "sha256": ids_sha256(kept)})
         return Prompt(text, kept + new_ids, prefix, self._used_in(rest, prefix))
 
     def bridged(self, text: str, before: str, bridge: Bridge) -> Prompt | None:

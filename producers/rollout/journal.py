@@ -126,7 +126,7 @@ class Journal:
     async def begin(self, *, member: int, attempt: int, seed: int) -> None:
         """Emit RolloutStarted."""
         started = RolloutStarted(**self._ids, time_ms=self.clock(), member=member, attempt=attempt, seed=seed)
-        await self._put(started, "the start")
+        await self._emit(codec.encode(started))
 
     def restore(self, before: RecordedAttempt) -> None:
         """Go on after what another process recorded of this attempt."""
@@ -162,13 +162,17 @@ class Journal:
         The step's own uuid, ancestry and times are made here unless they are among them.
         """
         time_ms = self.clock()
-        own: dict[str, Any] = {
+        content: dict[str, Any] = {
+            **self._ids,
+            "time_ms": time_ms,
+            "step_index": step_index,
             "uuid": fields.get("uuid") or uuid_of(f"{self.rollout_id}/s{step_index}"),
             "function_ancestry": self._ancestry,
             "event_timestamp": time_ms / 1000,
             "span_event_timestamp": began_ms / 1000,
+            **fields,
         }
-        step = _step({**self._ids, "time_ms": time_ms, "step_index": step_index, **own, **fields})
+        step = _step(content)
         self._step_digests[step_index] = await self._put(step, f"step {step_index} ({step.event_type} {step.name})")
         self._steps[step_index] = step
         return step

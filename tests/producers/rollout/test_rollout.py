@@ -97,6 +97,11 @@ async def sends_text(session):
     await session.chat("hello")
 
 
+@register_environment("test_sends_no_role")
+async def sends_no_role(session):
+    await session.chat([{"content": "hello"}])
+
+
 @register_environment("test_forgives")
 async def forgives(session):
     with contextlib.suppress(ModelError):
@@ -190,12 +195,15 @@ def test_an_environment_that_exits_ends_no_process(play, name, message):
     assert message in failed.message
 
 
-def test_a_text_in_place_of_messages_is_refused_with_their_form(play):
-    failed = play(task_of("test_sends_text")).last
+@pytest.mark.parametrize(
+    ("name", "sent"), [("sends_text", "'hello'"), ("sends_no_role", "[{'content': 'hello'}]")], ids=["text", "no role"]
+)
+def test_messages_of_another_form_are_refused_with_the_right_one(play, name, sent):
+    failed = play(task_of(f"test_{name}")).last
     assert failed.cause == "environment_error"
     assert "messages: expected a list of messages such as " in failed.message
-    assert "not 'hello' (test_rollout.py line " in failed.message
-    assert failed.message.endswith(", in sends_text)")
+    assert f"not {sent} (test_rollout.py line " in failed.message
+    assert failed.message.endswith(f", in {name})")
 
 
 def test_an_engine_error_is_no_fault_of_the_environment_even_if_it_forgives(play):

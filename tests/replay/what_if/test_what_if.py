@@ -41,7 +41,7 @@ def recorded(tmp_path_factory):
     return asyncio.run(RecordedRun(folder, folder / "model").record())
 
 
-def asked(run, changes):
+def asked(run, changes, on_progress=lambda line: None):
     """Outcome of a what-if, and what the log says of its run."""
     file = run.folder / "what_if.yaml"
     file.write_text(yaml.safe_dump(changes))
@@ -49,7 +49,7 @@ def asked(run, changes):
     async def go():
         events = await read_run(run.log, "replayed")
         outcome = await what_if(
-            run.log, events, run.artifacts, file, checkpoints=run.checkpoints, on_progress=lambda line: None
+            run.log, events, run.artifacts, file, checkpoints=run.checkpoints, on_progress=on_progress
         )
         return outcome, await read_run(run.log, outcome.run_id)
 
@@ -69,6 +69,18 @@ def test_equal_settings_train_the_same_weights_in_a_run_of_their_own(recorded):
     assert outcome.num_batches == EPOCHS
     assert outcome.recorded == outcome.trained
     assert "policy/ess" in outcome.trained
+
+
+def test_a_record_in_jobs_that_cannot_be_decoded_does_not_end_a_what_if(recorded):
+    sent = []
+
+    def spoil(line):
+        sent.append(asyncio.ensure_future(recorded.log.send_raw("jobs", key=b"other", value=b"no JSON")))
+
+    outcome, events = asked(recorded, {}, spoil)
+    assert sent
+    assert outcome.num_batches == EPOCHS
+    assert events.has_ended
 
 
 def test_another_learning_rate_trains_other_weights_on_the_same_rollouts(recorded):
