@@ -75,6 +75,7 @@ class CallOptions:
 
 
 NO_OPTIONS = CallOptions()
+"""Options of a call that an environment makes without tools."""
 
 
 class OpenedRollout(Protocol):
