@@ -10,6 +10,7 @@ with the last rollout of the first epoch whose mean reward over five epochs is h
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -57,10 +58,18 @@ def query(workspace: Path, statement: str) -> list[dict[str, Any]]:
     return json.loads(rollstream("sql", statement, "--workspace", str(workspace), "--format", "json"))
 
 
-def ours(workspace: Path, model: Path, epochs: int, staleness: int, index: int) -> Curve:
-    """A whole run of the pipeline."""
-    run = f"staleness-{staleness}-{index}"
-    finetune(workspace, model, run, epochs, "-o", "trainer_adapters.learner.max_staleness", str(staleness))
+def ours(workspace: Path, model: Path, epochs: int, staleness: int, threads: int, index: int, rate: float) -> Curve:
+    """A whole run of the pipeline, with so many threads of the engine and of the learner."""
+    run = f"staleness-{staleness}-{threads}-{index}"
+    options = {
+        "trainer_adapters.learner.max_staleness": staleness,
+        "trainer_adapters.learner.optimizer.learning_rate": rate,
+        "trainer_adapters.learner.threads": threads,
+        "trajectory_builders.rollouts.engine.threads": threads,
+    }
+    finetune(
+        workspace, model, run, epochs, *(part for key, value in options.items() for part in ("-o", key, str(value)))
+    )
     rows = query(workspace, EPOCHS.format(run=run))
     return [(row["ended"] - rows[0]["began"], row["avg_reward"]) for row in rows]
 
@@ -74,7 +83,7 @@ def warm_started(workspace: Path, model: Path) -> Path:
     return workspace / "warm"
 
 
-def trl(folder: str, epochs: int, threads: int, seed: int) -> Curve:
+def trl(folder: str, epochs: int, threads: int, seed: int, rate: float) -> Curve:
     """TRL's trainer on the same task, in this process."""
     warnings.simplefilter("ignore")
     import torch
@@ -87,7 +96,7 @@ def trl(folder: str, epochs: int, threads: int, seed: int) -> Curve:
     curve: Curve = []
     GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        args=trl_config(epochs, seed),
+        args=trl_config(epochs, seed, rate),
         processing_class=tokenizer,
         train_dataset=Dataset.from_list([{"prompt": str(secret)} for secret in secrets_of(epochs, seed)]),
         reward_funcs=lambda completions, earned, **_: earned,
@@ -104,7 +113,7 @@ def secrets_of(epochs: int, seed: int) -> list[int]:
     return secrets
 
 
-def trl_config(epochs: int, seed: int) -> Any:
+def trl_config(epochs: int, seed: int, rate: float) -> Any:
     """Loss, optimizer and mini-batches of the demo, by TRL's names."""
     from trl import GRPOConfig  # pyright: ignore[reportMissingImports] -- of .venv-bench
 
@@ -126,7 +135,7 @@ def trl_config(epochs: int, seed: int) -> Any:
         epsilon_high=0.28,
         scale_rewards="none",
         loss_type="dapo",
-        learning_rate=1e-3,
+        learning_rate=rate,
         adam_beta1=0.9,
         adam_beta2=0.99,
         warmup_steps=80,
@@ -218,12 +227,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", nargs="*", default=[], help="sizes of the tiny model, as in hidden_size=384")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of both")
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="that TRL is tried with")
+    parser.add_argument(
+        "--own-threads", type=int, nargs="*", default=[1], help="of rollstream's engine and learner, each"
+    )
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--trl", nargs=4, metavar=("FOLDER", "EPOCHS", "THREADS", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trl:
-        print(json.dumps(trl(args.trl[0], *map(int, args.trl[1:]))))
+        epochs, threads, seed = map(int, args.trl[1:])
+        print(json.dumps(trl(args.trl[0], epochs, threads, seed, args.learning_rate)))
         return
     curves: dict[str, list[Curve]] = {}
     with tempfile.TemporaryDirectory() as kept:
@@ -231,16 +245,18 @@ def main() -> None:
         make_tiny_model(model, seed=0, **{name: int(size) for name, size in (one.split("=") for one in args.model)})
         warm = warm_started(workspace, model)
         for index in range(args.repeats):
-            for staleness in (0, 2):
-                made = ours(workspace, model, args.epochs, staleness, index)
-                curves.setdefault(f"rollstream, staleness {staleness}", []).append(made)
+            for staleness, threads in itertools.product((0, 2), args.own_threads):
+                made = ours(workspace, model, args.epochs, staleness, threads, index, args.learning_rate)
+                curves.setdefault(f"rollstream, staleness {staleness}, {threads} threads", []).append(made)
             for threads in args.threads:
-                command = [sys.executable, __file__, "--trl", str(warm), str(args.epochs), str(threads), str(index)]
+                command = [sys.executable, __file__, "--learning-rate", str(args.learning_rate)]
+                command += ["--trl", str(warm), str(args.epochs), str(threads), str(index)]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
                 curves.setdefault(f"trl, {threads} threads", []).append(json.loads(done.stdout.splitlines()[-1]))
             for name, made in curves.items():
                 print(name, [seconds_to(curve, args.reward) for curve in made], file=sys.stderr, flush=True)
-    report = {"cores": os.cpu_count(), "model": args.model, "reward": args.reward, "epochs": args.epochs, "systems": {}}
+    report = {"cores": os.cpu_count(), "model": args.model, "learning_rate": args.learning_rate}
+    report |= {"reward": args.reward, "epochs": args.epochs, "systems": {}}
     for name, made in curves.items():
         report["systems"][name] = {
             "seconds": [seconds_to(curve, args.reward) for curve in made],

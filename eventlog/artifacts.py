@@ -2,25 +2,31 @@
 
 An artifact's file is named by its hash, written to a temporary file and renamed, and verified before use. Its URI is
 relative to the store and only its last part is used, so that a store can be moved or copied and no record can name a
-file outside of it. Artifacts of a remote store are fetched once into a local cache.
+file outside of it. Artifacts of a remote store are copied into a local cache, one for each process: a process that is
+killed leaves its copies to the next one, which removes them.
 """
 
+import atexit
 import errno
+import functools
 import hashlib
 import io
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import fsspec
 
-from rollstream.eventlog.files import HashedFile, linked, replacing
+from rollstream.eventlog.files import HashedFile, linked, own_number, replacing
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.variables import conceal, expand
@@ -40,7 +46,8 @@ class ArtifactStore:
     def __init__(self, uri: str, *, cache: Path | None = None, env: Mapping[str, str] = os.environ) -> None:
         """`uri`: as written; its `${NAME}` are expanded only here and stay unexpanded in references and messages.
 
-        `cache`: folder of local copies of remote artifacts; default: a folder of the user's temporary files. Raises
+        `cache`: folder of local copies of remote artifacts; default: this process's own below a folder of the user's
+        temporary files. Raises
         ConfigError for a variable that is not set, ArtifactError for a URI that fsspec does not know.
         """
         self.uri = uri.rstrip("/")
@@ -57,8 +64,10 @@ class ArtifactStore:
         self._is_local = "file" in _protocols(self._filesystem)
         self._errors: type[Exception] = OSError if self._is_local else Exception
         """Exceptions of the filesystem in an outage: clients of object stores have classes of their own."""
-        self._has_own_cache = cache is None
-        self._cache = cache or Path(tempfile.gettempdir()) / f"rollstream-artifacts-{os.getuid()}"
+        self._given_cache = cache
+        self._num_uses: Counter[str] = Counter()
+        """Calls of `fetch` whose copies are not dropped, by sha256: of remote artifacts."""
+        self._uses_lock = threading.Lock()
 
     def put_file(self, path: Path) -> ArtifactRef:
         """Store a file's bytes. Raises ArtifactError if it cannot be read or the store cannot be written."""
@@ -97,22 +106,23 @@ class ArtifactStore:
         if self._is_local:
             _verify(ref, self._hash_file(ref, Path(name)))
             return Path(name)
-        if self._has_own_cache:
-            _own_folder(self._cache)
-        local = self._copy_of(ref, name)
-        if not local.exists() or self._hash_file(ref, local) != ref.sha256:
-            with (
-                self._failing_as(lambda error: self._unreadable(ref, error)),
-                self._filesystem.open(name, "rb") as source,
-            ):
-                found = _write_whole(local, source, ref.sha256)
-            _verify(ref, found)
-        return local
+        with self._uses_lock:
+            self._num_uses[ref.sha256] += 1
+        try:
+            return self._copied(ref, name)
+        except BaseException:
+            self.drop_copy(ref)
+            raise
 
     def drop_copy(self, ref: ArtifactRef) -> None:
-        """Remove the local copy that `fetch` made of a remote artifact; does nothing if there is none."""
-        if not self._is_local:
-            self._copy_of(ref, self._locate(ref)).unlink(missing_ok=True)
+        """Give back what one `fetch` returned: the local copy of a remote artifact goes with its last use."""
+        if self._is_local:
+            return
+        with self._uses_lock:
+            self._num_uses[ref.sha256] -= 1
+            if self._num_uses[ref.sha256] <= 0:
+                del self._num_uses[ref.sha256]
+                self._copy_of(ref, self._locate(ref)).unlink(missing_ok=True)
 
     def read(self, ref: ArtifactRef, *, max_bytes: int | None = None) -> bytes:
         """The artifact's verified bytes. Raises ArtifactError if it is missing, differs or is larger than allowed."""
@@ -177,8 +187,23 @@ class ArtifactStore:
         ):
             self._filesystem.rm_file(name)
 
+    def _copied(self, ref: ArtifactRef, name: str) -> Path:
+        local = self._copy_of(ref, name)
+        if not local.exists() or self._hash_file(ref, local) != ref.sha256:
+            with (
+                self._failing_as(lambda error: self._unreadable(ref, error)),
+                self._filesystem.open(name, "rb") as source,
+            ):
+                found = _write_whole(local, source, ref.sha256)
+            _verify(ref, found)
+        return local
+
     def _copy_of(self, ref: ArtifactRef, name: str) -> Path:
-        return self._cache / ref.sha256[:2] / (ref.sha256 + Path(name).suffix)
+        cache = self._given_cache
+        if cache is None:
+            with _MAKING_CACHE:
+                cache = _own_cache(Path(tempfile.gettempdir()), os.getpid()).folder
+        return cache / ref.sha256[:2] / (ref.sha256 + Path(name).suffix)
 
     def _concealed(self, error: Exception) -> str:
         return conceal(str(error) or type(error).__name__, self.uri, self._env)
@@ -307,7 +332,38 @@ def _write_whole(path: Path, source: BinaryIO, sha256: str) -> str:
     return found
 
 
-def _own_folder(folder: Path) -> None:
+_MAKING_CACHE = threading.Lock()
+
+
+class _Cache(NamedTuple):
+    folder: Path
+    lock: IO[str]
+
+
+@functools.cache
+def _own_cache(temporary: Path, pid: int) -> _Cache:
+    """The folder of a process (`pid`) for copies, without those of a process before. Raises ArtifactError."""
+    base = temporary / f"rollstream-artifacts-{os.getuid()}"
+    _check_private(base)
+    try:
+        number, lock = own_number(base, "{}.lock")
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"artifacts cannot be copied to {base}: {error}; make room there, or set TMPDIR to another folder"
+        ) from error
+    folder = base / str(number)
+
+    def leave() -> None:
+        if os.getpid() == pid:  # a process that is forked from this one has another cache
+            shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+    shutil.rmtree(folder, ignore_errors=True)
+    atexit.register(leave)
+    return _Cache(folder, lock)
+
+
+def _check_private(folder: Path) -> None:
     """Raises ArtifactError if the cache folder in a world-writable directory is accessible to other users."""
     with suppress(FileExistsError):
         folder.mkdir(mode=stat.S_IRWXU, parents=True)

@@ -6,13 +6,14 @@ import functools
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 from rollstream.schemas.errors import ModelError
 
@@ -20,6 +21,9 @@ TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tokenizer.json", "tokeniz
 BY_TENSOR = "tensors-"
 """Before a hash of `base_sha256` over tensors. Older records have hashes over files."""
 CHUNK_BYTES = 1 << 22
+_TEMPORARY = re.compile(r"(\.[0-9a-f]{8})?\.aside$")
+MAX_NUMBERS = 256
+"""Processes that may have a number in one folder."""
 
 
 @contextmanager
@@ -39,6 +43,11 @@ def beside(path: Path, *, is_synced: bool = True, is_alone: bool = False) -> Ite
         if is_synced and temporary.is_file():
             sync_file(temporary)
         os.replace(temporary, path)
+
+
+def named_beside(name: str) -> str:
+    """Undo the temporary name that `beside` gave to what a killed process was making; other names stay."""
+    return _TEMPORARY.sub("", name)
 
 
 @contextmanager
@@ -301,3 +310,22 @@ def update_json(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) 
         changed = change(known)
         if changed != known:
             write_whole(path, json.dumps(changed, indent=1))
+
+
+def own_number(folder: Path, name: str) -> tuple[int, IO[str]]:
+    """The lowest number that no process has in a folder, and the lock that keeps it until it is closed or its process
+    ends.
+
+    `name`: of the lock files, with `{}` for the number. Raises BlockingIOError if MAX_NUMBERS processes have one,
+    OSError if the folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(MAX_NUMBERS):
+        lock = (folder / name.format(number)).open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+        else:
+            return number, lock
+    raise BlockingIOError(errno.EWOULDBLOCK, f"in use by {MAX_NUMBERS} processes", str(folder))

@@ -162,7 +162,7 @@ def _resumable(run_id: str, *, is_open: bool) -> Iterator[None]:
         raise type(error)(f"{str(error) or type(error).__name__}; {hint}") from error
 
 
-async def _watched(supervisor: Supervisor, work: Coroutine[Any, Any, None]) -> None:
+async def _watched(supervisor: Supervisor, work: Coroutine[Any, Any, object]) -> None:
     """Await `work`; a service that is down meanwhile is still started again."""
     watching = asyncio.create_task(supervisor.watch())
     try:

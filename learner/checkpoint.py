@@ -38,6 +38,7 @@ from rollstream.learner.checkpoint_files import (
     WEIGHTS,
     checkpoints_in,
     inspect,
+    leftovers_in,
     weights_in,
     weights_of,
 )
@@ -159,7 +160,12 @@ class CheckpointFolder:
         return None
 
     def prune(self, *, keep_last: int, keep_every: int, needed: Collection[int] = ()) -> None:
-        """Remove all but the newest `keep_last`, every version that `keep_every` divides, and those `needed`."""
+        """Remove all but the newest `keep_last`, every version that `keep_every` divides, and those `needed`.
+
+        What a kill left of folders of shards goes too: only this learner writes here, and it is not writing now.
+        """
+        for path in leftovers_in(self.path):
+            shutil.rmtree(path, ignore_errors=True)
         files = list(checkpoints_in(self.path))
         kept = {*needed, *(version for version, _ in files[-keep_last:])}
         for version, path in files:

@@ -23,6 +23,11 @@ def checkpoints_in(folder: Path) -> Iterator[tuple[int, Path]]:
         yield from _versioned(path)
 
 
+def leftovers_in(folder: Path) -> list[Path]:
+    """Folders of shards that are half written or half removed, as a kill leaves them: their names are hidden."""
+    return [path for path in sorted(folder.glob(".v*")) if path.is_dir()]
+
+
 def inspect(path: Path) -> tuple[str, dict[str, Any] | None]:
     """The hash of the checkpoint found there, and its position; without one if something is not as it was written.
 

@@ -13,7 +13,7 @@ from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, Position, Record
 from rollstream.learner.retention import Stored, WeightNeeds, due, evolve, unfinished
 from rollstream.schemas import ids
-from rollstream.schemas.errors import ArtifactError, DecodeError
+from rollstream.schemas.errors import ArtifactError, DecodeError, TruncatedError
 from rollstream.schemas.events import WeightsCollected
 
 TOPICS = ("jobs", "weights")
@@ -74,15 +74,25 @@ class NeedsReader:
     async def read_on(self) -> None:
         """Fold in the records that the topics hold by now. Raises LogError; what was fetched before is not fetched
         again.
+
+        Records that retention removes meanwhile are passed over, as for a process that starts after that.
         """
         for topic in TOPICS:
-            begin = self._next.get(topic, (await self._log.begin_offsets(topic))[0])
             end = (await self._log.end_offsets(topic))[0]
-            for first in range(begin, end, FETCH_RECORDS):
+            first = max(self._next.get(topic, 0), (await self._log.begin_offsets(topic))[0])
+            while first < end:
                 offsets = range(first, min(end, first + FETCH_RECORDS))
-                for record in await self._log.fetch(Position(topic, 0, offset) for offset in offsets):
+                try:
+                    records = await self._log.fetch(Position(topic, 0, offset) for offset in offsets)
+                except TruncatedError:
+                    begin = (await self._log.begin_offsets(topic))[0]
+                    if begin <= first:
+                        raise
+                    first = begin
+                    continue
+                for record in records:
                     take(self.needs, record)
-                self._next[topic] = offsets.stop
+                self._next[topic] = first = offsets.stop
 
 
 class Collector:

@@ -16,14 +16,15 @@ from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, CheckpointWriter
 from rollstream.learner.inbox import Inbox, check_follows, check_next
-from rollstream.learner.model.policy import from_bytes, published_sha256
+from rollstream.learner.model.memory import within_memory
+from rollstream.learner.model.policy import from_bytes
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import Publisher, difference, step_trained, with_phase
 from rollstream.learner.reading.members import MemberReader
 from rollstream.learner.scoring.scoring import ScoreWriter
-from rollstream.learner.trainer import JobTrainer
+from rollstream.learner.trainer import JobTrainer, drop
 from rollstream.learner.untrained import end_of
 from rollstream.schemas.errors import (
     ArtifactError,
@@ -57,8 +58,9 @@ class LearnerContext:
     ranks: Ranks
 
     async def in_training_thread(self, work: Callable[[], T]) -> T:
-        """Run blocking work in the training thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+        """Run blocking work in the training thread. Raises ModelError if memory runs out in a process alone."""
+        fitting = within_memory("the job", alone=self.ranks.num == 1)(work)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, fitting)
 
 
 class JobRun:
@@ -113,8 +115,7 @@ class JobRun:
         """Train the next manifest, or end the job after its last. False if there is nothing to do yet."""
         if self.job.settings.kind == FROZEN:
             return await self._end(self.job.time_ms)
-        manifest = self.next_manifest
-        if manifest is not None:
+        if (manifest := self.next_manifest) is not None:
             await self._train(manifest)
             return True
         state = self._context.inbox.state.job(self.job.job_id)
@@ -134,6 +135,11 @@ class JobRun:
     async def close(self) -> None:
         """Drop data that was read ahead."""
         await self._members.close()
+
+    async def drop(self) -> None:
+        """Let go of the model in all processes, none of which may be at work."""
+        self._trainer = None
+        await self._in_thread(lambda: drop(self.job, self._context.ranks))
 
     async def _end(self, time_ms: int) -> bool:
         await self._publisher.check_owner()
@@ -186,20 +192,12 @@ class JobRun:
         return None
 
     async def _stand_at(self, base: WeightsPublished | None) -> None:
-        """Take the base version's weights (None: they are in place), and compare with them where the loss does.
-
-        Where they are those of the model's folder, that has been loaded already, and is more exact: what is published
-        may be rounded to bfloat16.
-        """
+        """Take the base version's weights (None: they are in place), and compare with them where the loss does."""
         trainer = self.trainer
         if base is not None:
             trainer.check_fits(base)
             weights, what = await self._read(base)
-            loaded = await self._in_thread(lambda: published_sha256(trainer.model))
-            if self.job.fork is not None or loaded != base.weights_sha256:
-                await self._in_thread(lambda: trainer.begin(weights, what))
-            if trainer.needs_reference:
-                await self._in_thread(lambda: trainer.refer_to(weights, what))
+            await self._in_thread(lambda: trainer.stand_at(base, weights, what))
         elif trainer.needs_reference:
             await self._in_thread(lambda: trainer.refer_to(trainer.model.weights_bytes(), "the base version"))
 
@@ -254,6 +252,8 @@ class JobRun:
         check_follows(planned, self.job, self._previous_sha256)
         seconds = {**self._carried, "wait": time.monotonic() - self._idle_since}
         result = await self._applied(planned)
+        if await self._publisher.is_over(self.job):
+            return
         began = time.monotonic()
         weights = await self._as_published(planned.yields_version)
         seconds |= {**result.seconds, "hash": time.monotonic() - began}
@@ -267,26 +267,28 @@ class JobRun:
             sent_at = await self._publish(step, storing)
         finally:
             storing.cancel()
-        weights.path.unlink(missing_ok=True)
+            weights.path.unlink(missing_ok=True)
         if self._is_checkpoint_due(step):
             self._context.inbox.forget(self.job, next_index=self._next_index, version=step.version)
         await self._in_thread(self._prune)
-        await self._publisher.collect(self._folder.versions(), step.time_ms)
+        checkpoints = self._folder.versions()  # restarts need all above them: see `GroupNeeds.trained_again`
+        needed = [one for one in self._adopted() if one <= max(checkpoints, default=-1)]
+        await self._publisher.collect({*checkpoints, *needed}, step.time_ms)
         self._idle_since = time.monotonic()
         self._carried = {"finish": self._idle_since - sent_at}
 
-    async def _applied(self, planned: BatchPlanned) -> StepResult:
-        """Train a manifest's members, or return to the version that it adopts. The next one's are read meanwhile."""
+    async def _applied(self, planned: BatchPlanned, *, is_passed: bool = False) -> StepResult:
+        """Train a manifest's members, or return to the version that it adopts. `is_passed`: to go further."""
         began = time.monotonic()
         if planned.adopts is not None:
-            await self._return_to(planned.adopts)
+            await self._return_to(planned.adopts, is_passed=is_passed)
             seconds = {"restore": time.monotonic() - began}
             return await self._in_thread(lambda: adopted(seconds))  # threads are counted where training runs
         trajectories = await self._members.members(planned)
         seconds = {"fetch": time.monotonic() - began}
         scores = await self._scorer.scores(self.trainer, planned, trajectories, seconds)
         group = self._context.inbox.state.group(self.job.model_group)
-        known = group.recorded_budget(planned.yields_version)
+        known = group.recorded_budget(planned.yields_version, self.job.job_id)
         manifests = self._context.inbox.state.job(self.job.job_id).manifests
         if (following := manifests.get(planned.index + 1)) is not None:
             self._members.begin(following.planned)
@@ -295,7 +297,7 @@ class JobRun:
         )
         return replace(result, seconds={**seconds, **result.seconds})
 
-    async def _return_to(self, version: int) -> None:
+    async def _return_to(self, version: int, *, is_passed: bool) -> None:
         """Restore model, optimizer and random state as they were at an earlier version of the job.
 
         That is its checkpoint. If it was pruned, the manifests after the nearest one before it (or after the base
@@ -315,23 +317,23 @@ class JobRun:
         else:
             await self._in_thread(lambda: self.trainer.resume(checkpoint))
         for index in wanted:
-            manifest = inbox.state.job(job.job_id).manifests.get(index)
-            if manifest is None:
+            if (manifest := inbox.state.job(job.job_id).manifests.get(index)) is None:
                 raise inbox.missing(f"manifest {index} of job {job.job_id}", "batches")
-            await self._applied(manifest.planned)
-        await self._check_adopted(version)
+            await self._applied(manifest.planned, is_passed=True)
+        if self.job.settings.model.deterministic or not is_passed:  # one passed may be collected, and has other bits
+            await self._check_adopted(version)
 
     async def _check_adopted(self, version: int) -> None:
         """Raises VersionDivergedError if the model is not what was published as `version`."""
         group = self._context.inbox.state.group(self.job.model_group)
-        published = group.published.get(version)
-        known = group.trained.get(version) or (published.weights_sha256 if published else None)
+        step = group.step_of(version)
+        known = step or group.published.get(version)
         weights = await self._as_published(version)
         weights.path.unlink(missing_ok=True)
-        if known not in (None, weights.sha256):
+        if known is not None and known.weights_sha256 != weights.sha256:
             raise VersionDivergedError(
-                f"version {version} of model group {self.job.model_group} is published with hash {known}, and going "
-                f"back to it gave {weights.sha256}: {difference(group, version, self._context.ranks.num)}"
+                f"version {version} of model group {self.job.model_group} is published with hash "
+                f"{known.weights_sha256}; going back gave {weights.sha256}: {difference(step, self._context.ranks.num)}"
             )
 
     async def _as_published(self, version: int) -> HashedFile:
@@ -341,7 +343,7 @@ class JobRun:
         Raises ArtifactError if it was collected.
         """
         written = await self._writer.weights(version, await self._in_thread(self.trainer.model.published))
-        kept = self._publisher.kept(version, written.size_bytes)
+        kept = self._publisher.kept(self.job, version, written.size_bytes)
         if self.job.settings.model.deterministic or kept is None or kept.sha256 == written.sha256:
             return written
         written.path.unlink(missing_ok=True)
@@ -352,9 +354,13 @@ class JobRun:
 
     def _prune(self) -> None:
         """Remove checkpoints that neither the settings keep nor a planned rollback needs."""
-        settings, manifests = self.job.settings, self._context.inbox.state.job(self.job.job_id).manifests
-        needed = [one.planned.adopts for one in manifests.values() if one.planned.adopts is not None]
-        self._folder.prune(keep_last=settings.keep_last, keep_every=settings.keep_every, needed=needed)
+        settings = self.job.settings
+        self._folder.prune(keep_last=settings.keep_last, keep_every=settings.keep_every, needed=self._adopted())
+
+    def _adopted(self) -> list[int]:
+        """Versions that planned manifests return to."""
+        manifests = self._context.inbox.state.job(self.job.job_id).manifests
+        return [one.planned.adopts for one in manifests.values() if one.planned.adopts is not None]
 
     async def _save(self, step: StepTrained, weights: HashedFile) -> StepTrained:
         """Write a checkpoint if one is due, once there is room; the step with the seconds that it took."""

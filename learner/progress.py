@@ -6,6 +6,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rollstream.eventlog import terms
 from rollstream.eventlog.log import Position, Received
@@ -54,29 +55,57 @@ class JobState:
     submitted_offset: int = -1
 
 
+class TrainedStep(NamedTuple):
+    """The content of a StepTrained that a learner compares with."""
+
+    job_id: str
+    weights_sha256: str
+    micro_batch_tokens: tuple[int, ...]
+    ranks: int
+
+
 @dataclass(slots=True)
 class GroupState:
-    """A model group."""
+    """A model group.
+
+    A version may have steps of several jobs: a job may be closed after its last StepTrained and before the version is
+    published, and the next job trains a version of the same number.
+    """
 
     published: dict[int, WeightsPublished] = field(default_factory=dict[int, WeightsPublished])
     """Published weights by version; the first event that is not void counts."""
-    trained: dict[int, str] = field(default_factory=dict[int, str])
-    """Hash of the weights by version, as StepTrained says."""
-    micro_batch_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    """Tokens of micro-batches by version, for versions whose StepTrained names them."""
-    ranks: dict[int, int] = field(default_factory=dict[int, int])
-    """Processes that trained a version, where they were several."""
-    progressed: dict[int, int] = field(default_factory=dict[int, int])
-    """Offset of JobProgressed by version."""
+    steps: dict[int, dict[str, TrainedStep]] = field(default_factory=dict[int, dict[str, TrainedStep]])
+    """Trained steps by version and job, in the order of the log; the first one of a job that is not void counts."""
+    progressed: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
+    """Offset of JobProgressed by version and job."""
     offsets: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    """Offsets in `weights` of the events in `published` and `trained`, by version."""
+    """Offsets in `weights` of the events in `published` and `steps`, by version."""
     scores: ScoreIndex = field(default_factory=ScoreIndex)
     is_whole: bool = True
     """Nothing was forgotten."""
 
-    def recorded_budget(self, version: int) -> tuple[int, ...] | None:
-        """The micro-batches that a version was trained with, as StepTrained has them; None if it was not yet."""
-        return self.micro_batch_tokens.get(version, ()) if version in self.trained else None
+    def step(self, version: int, job_id: str) -> TrainedStep | None:
+        """The step with which a job trained a version."""
+        return self.steps.get(version, {}).get(job_id)
+
+    def step_of(self, version: int) -> TrainedStep | None:
+        """The step of a version: that of the job that published it; if there is none, that of the last job.
+
+        The SQL view `training_steps` implements the same rule.
+        """
+        steps, published = self.steps.get(version, {}), self.published.get(version)
+        own = steps.get(published.job_id) if published is not None else None
+        return own or next(reversed(steps.values()), None)
+
+    def counts(self, event: StepTrained) -> bool:
+        """Whether an event is the step of its version."""
+        step = self.step_of(event.version)
+        return step is not None and (step.job_id, step.weights_sha256) == (event.job_id, event.weights_sha256)
+
+    def recorded_budget(self, version: int, job_id: str) -> tuple[int, ...] | None:
+        """The micro-batches that a job trained a version with, as StepTrained has them; None if it has not yet."""
+        step = self.step(version, job_id)
+        return None if step is None else step.micro_batch_tokens
 
     @property
     def newest_version(self) -> int:
@@ -121,7 +150,7 @@ def evolve(state: LogState, received: Received) -> None:
         case JobSucceeded() | JobFailed() | JobCancelled() as event:
             _close(state, event.job_id, event.model_group)
         case JobProgressed() as event:
-            state.group(event.model_group).progressed.setdefault(event.version, offset)
+            state.group(event.model_group).progressed.setdefault(event.version, {}).setdefault(event.job_id, offset)
         case BatchPlanned() as event if event.job_id not in state.closed:
             _plan(state.job(event.job_id), event, received)
         case EpochSealed() as event if event.is_last and event.job_id not in state.closed:
@@ -147,14 +176,7 @@ def forget(state: LogState, job: JobSubmitted, *, next_index: int, version: int)
     of_job.first_index = max(of_job.first_index, next_index)
     group.scores.forget(version)
     kept = {one.base_version for one in state.queues.get(job.model_group, ())}
-    for known in (
-        group.published,
-        group.trained,
-        group.micro_batch_tokens,
-        group.ranks,
-        group.progressed,
-        group.offsets,
-    ):
+    for known in (group.published, group.steps, group.progressed, group.offsets):
         for old in [one for one in known if one < version and one not in kept]:
             del known[old]
             group.is_whole = False
@@ -179,7 +201,7 @@ def _anchors(state: LogState) -> Iterator[Position]:
             yield Position("batches", 0, job.seal_offset)
         yield from (Position("batches", 0, one.offset) for one in job.manifests.values())
     for group in state.groups.values():
-        yield from (Position("jobs", 0, offset) for offset in group.progressed.values())
+        yield from (Position("jobs", 0, offset) for found in group.progressed.values() for offset in found.values())
         yield from (Position("weights", 0, offset) for offsets in group.offsets.values() for offset in offsets)
         yield from (Position("weights", 0, offset) for offset in group.scores.anchors())
     yield from (Position("weights", 0, owner.offset) for owner in state.owners.values())
@@ -216,12 +238,9 @@ def _take_version(group: GroupState, event: ReferenceScored | StepTrained | Weig
 
 
 def _train(group: GroupState, event: StepTrained, offset: int) -> None:
-    if event.version not in group.trained:
-        group.trained[event.version] = event.weights_sha256
-        if event.micro_batch_tokens:
-            group.micro_batch_tokens[event.version] = event.micro_batch_tokens
-        if event.ranks > 1:
-            group.ranks[event.version] = event.ranks
+    steps = group.steps.setdefault(event.version, {})
+    if event.job_id not in steps:
+        steps[event.job_id] = TrainedStep(event.job_id, event.weights_sha256, event.micro_batch_tokens, event.ranks)
         group.offsets.setdefault(event.version, []).append(offset)
 
 

@@ -14,7 +14,7 @@ from rollstream.learner.collection import Collector, NeedsReader
 from rollstream.learner.inbox import Inbox
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.model.step import StepResult
-from rollstream.learner.progress import GroupState, Manifest
+from rollstream.learner.progress import Manifest, TrainedStep
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import FencedError, VersionDivergedError
 from rollstream.schemas.events import JobProgressed, JobSubmitted, LearnerClaimed, StepTrained, WeightsPublished
@@ -98,11 +98,16 @@ class Publisher:
                 f"this learner ({self._learner}, term {self.term}) stops"
             )
 
+    async def is_over(self, job: JobSubmitted) -> bool:
+        """Whether a job has ended by now, such as by a cancellation while a batch of it was trained."""
+        await self._inbox.catch_up(("jobs",))
+        return job.job_id in self._inbox.state.closed
+
     async def publish_base(self, job: JobSubmitted, model: PolicyModel, artifact: ArtifactRef) -> None:
         """Publish the version that a job begins with, if the model group has none."""
         await self.check_owner()
         published = self._published(job, model, version=job.base_version, sha256=artifact.sha256, artifact=artifact)
-        if not self._known(published.version, published.weights_sha256):
+        if not self._known(job, published.version, published.weights_sha256):
             await self._log.send(published)
 
     async def publish_step(
@@ -110,12 +115,16 @@ class Publisher:
     ) -> None:
         """Send what the log lacks of StepTrained, WeightsPublished and JobProgressed of one version, in this order.
 
-        Raises FencedError, or VersionDivergedError if the version is known with another hash; then nothing is sent.
+        Nothing is sent for a job that is over: a retry begins from the version before, and trains the batch. Raises
+        FencedError, or VersionDivergedError if the version is known with another hash; then nothing is sent.
         """
+        if await self.is_over(job):
+            logger.info("job=%s is over: its version=%s is dropped", job.job_id, step.version)
+            return
         await self.check_owner()
-        is_published = self._known(step.version, step.weights_sha256)
+        is_published = self._known(job, step.version, step.weights_sha256)
         group = self._inbox.state.group(self._model_group)
-        if step.version not in group.trained:
+        if group.step(step.version, job.job_id) is None:
             await self._log.send(step.model_copy(update={"term": self.term}))
             failpoint("learner/between-step-and-weights")
         events: list[Event] = []
@@ -131,7 +140,7 @@ class Publisher:
                 }
             )
             events.append(published)
-        if step.version not in group.progressed:
+        if job.job_id not in group.progressed.get(step.version, ()):
             events.append(_progressed(job, step))
         await self._log.send_all(events)
 
@@ -142,23 +151,27 @@ class Publisher:
         """
         await self._collector.collect(at_checkpoints, time_ms, self.check_owner)
 
-    def kept(self, version: int, size_bytes: int) -> ArtifactRef | None:
-        """The artifact of a version that is on the log; `size_bytes`: of one that only its StepTrained names."""
+    def kept(self, job: JobSubmitted, version: int, size_bytes: int) -> ArtifactRef | None:
+        """The artifact of a job's version that is on the log; `size_bytes`: of one that only its StepTrained names."""
         group = self._inbox.state.group(self._model_group)
-        published, sha256 = group.published.get(version), group.trained.get(version)
-        if published is not None or sha256 is None:
+        published, step = group.published.get(version), group.step(version, job.job_id)
+        if published is not None or step is None:
             return published.artifact if published else None
+        sha256 = step.weights_sha256
         return ArtifactRef(uri=f"{sha256[:2]}/{sha256}.safetensors", sha256=sha256, size_bytes=size_bytes)
 
-    def _known(self, version: int, sha256: str) -> bool:
-        """Whether a version is published. Raises VersionDivergedError if the log has another hash for it."""
+    def _known(self, job: JobSubmitted, version: int, sha256: str) -> bool:
+        """Whether a version is published. Raises VersionDivergedError if the log has another hash for it.
+
+        The step of a job that was closed before it published the version does not count.
+        """
         group = self._inbox.state.group(self._model_group)
-        published = group.published.get(version)
-        for known in (published.weights_sha256 if published else None, group.trained.get(version)):
+        published, step = group.published.get(version), group.step(version, job.job_id)
+        for known in (published and published.weights_sha256, step and step.weights_sha256):
             if known is not None and known != sha256:
                 raise VersionDivergedError(
                     f"version {version} of model group {self._model_group} is published with hash {known}, "
-                    f"and training gave {sha256}: {difference(group, version, self._num_ranks)}"
+                    f"and training gave {sha256}: {difference(step, self._num_ranks)}"
                 )
         return published is not None
 
@@ -185,13 +198,12 @@ class Publisher:
         )
 
 
-def difference(group: GroupState, version: int, num_ranks: int) -> str:
-    """The reason why a version may have other bits than when it was published."""
-    before = group.ranks.get(version, 1)
-    if version in group.trained and before != num_ranks:
+def difference(step: TrainedStep | None, num_ranks: int) -> str:
+    """The reason why a version may have other bits than when it was published. `step`: of that time."""
+    if step is not None and step.ranks != num_ranks:
         return (
-            f"it was trained by {before} process(es) then and by {num_ranks} now, and bits are equal only for as many; "
-            f"start the learner with {before}, until it has caught up with what is published"
+            f"it was trained by {step.ranks} process(es) then and by {num_ranks} now, and bits are equal only for as "
+            f"many; start the learner with {step.ranks}, until it has caught up with what is published"
         )
     return "device, threads, libraries or inputs differ from the first time"
 

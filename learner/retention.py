@@ -72,6 +72,16 @@ class GroupNeeds:
         opponents = [v for one in self.settings if one.opponents for v in self._newest_of(one.opponents)]
         return {*newest, *every, *opponents, *self.begun_from, *self.loaded.values(), *at_checkpoints}
 
+    def trained_again(self, at_checkpoints: Collection[int]) -> set[int]:
+        """Versions that a restart trains again, maybe to other bits, and then reads: all from the newest checkpoint on.
+
+        None where every job is deterministic: those versions are trained to the same bits.
+        """
+        if all(one.model.deterministic for one in self.settings):
+            return set()
+        newest = max(at_checkpoints, default=0)
+        return {version for version in self.hashes if version >= newest}
+
     def _newest_of(self, opponents: OpponentVersions) -> list[int]:
         """Versions that a league may draw."""
         candidates = [version for version in sorted(self.published) if version % opponents.every == 0]
@@ -144,8 +154,9 @@ def due(needs: WeightNeeds, model_group: str, at_checkpoints: Collection[int]) -
     if ids.run_of(model_group) in needs.doubtful:
         return []
     group = needs.group(model_group)
+    versions = group.kept(at_checkpoints) | group.trained_again(at_checkpoints)
     own = Counter(sha256 for hashes in group.hashes.values() for sha256 in hashes)
-    kept: set[str] = set().union(*(group.hashes.get(version, ()) for version in group.kept(at_checkpoints)))
+    kept: set[str] = set().union(*(group.hashes.get(version, ()) for version in versions))
     going = {
         sha256
         for sha256, count in own.items()

@@ -90,17 +90,16 @@ class Retraining:
 
     def _stand_at_base(self, artifacts: ArtifactStore) -> None:
         submitted, base = self.job.submitted, self.job.base
-        if base.batch_id is None and submitted.fork is None:
-            weights, what = self._trainer.model.weights_bytes(), f"model {submitted.settings.model.path}"
-            found = hashlib.sha256(weights).hexdigest()
-            if found != base.weights_sha256:
-                raise ModelError(
-                    f"{what} is not what job {submitted.job_id} began with: its weights "
-                    f"hash to {found}, recorded is {base.weights_sha256}; {self._remedy()}"
-                )
-        else:
-            weights, what = artifacts.read(base.artifact), f"artifact {base.artifact.uri}"
-            self._trainer.begin(weights, what)
+        if base.batch_id is not None or submitted.fork is not None:
+            self._trainer.stand_at(base, artifacts.read(base.artifact), f"artifact {base.artifact.uri}")
+            return
+        weights, what = self._trainer.model.weights_bytes(), f"model {submitted.settings.model.path}"
+        found = hashlib.sha256(weights).hexdigest()
+        if found != base.weights_sha256:
+            raise ModelError(
+                f"{what} is not what job {submitted.job_id} began with: its weights "
+                f"hash to {found}, recorded is {base.weights_sha256}; {self._remedy()}"
+            )
         if self._trainer.needs_reference:
             self._trainer.refer_to(weights, what)
 

@@ -1,22 +1,30 @@
 """The learner as a service: connects what the settings name and runs the worker until it is cancelled."""
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.learner.checkpoint import read
 from rollstream.learner.model.ranks import Ranks
-from rollstream.learner.parallel import process_ranks
 from rollstream.learner.parallel.launch import is_started_together
-from rollstream.learner.trainer import follow
+from rollstream.learner.parallel.process_ranks import DROP, END, LOAD, ProcessRanks, joined
+from rollstream.learner.scoring import models
+from rollstream.learner.trainer import JobTrainer, decoded
 from rollstream.learner.worker import Worker
-from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.errors import ConfigError, RollstreamError
+from rollstream.schemas.events import JobSubmitted
+from rollstream.schemas.permissions import NOTHING, Permissions
 from rollstream.schemas.services import LearnerSettings
+
+logger = logging.getLogger(__name__)
 
 
 async def serve(settings: LearnerSettings) -> None:
@@ -54,12 +62,12 @@ def _leading() -> Iterator[Ranks]:
     if not is_started_together():
         yield Ranks()
         return
-    with process_ranks.joined() as ranks:
+    with joined() as ranks:
         try:
             yield ranks
         except asyncio.CancelledError:
             with suppress(RuntimeError):  # of a process that is gone
-                ranks.send(process_ranks.END)
+                ranks.send(END)
             raise
 
 
@@ -73,6 +81,58 @@ def follows(settings: LearnerSettings) -> bool:
     transformers_logging.disable_progress_bar()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the first process stops in order, and tells this one
-    with process_ranks.joined() as ranks:
+    with joined() as ranks:
         follow(ranks, threads=settings.threads, permissions=Permissions.of(settings.allow, os.environ))
     return True
+
+
+def follow(ranks: ProcessRanks, *, threads: int | None, permissions: Permissions = NOTHING) -> None:
+    """Do what rank 0 does, until it ends: models and optimizers of its open jobs, of which this process has its shards.
+
+    What fails in all processes alike is rank 0's to tell. Blocking.
+    """
+    trainers: dict[str, JobTrainer] = {}
+    while (command := ranks.receive()).name != END:
+        try:
+            with ranks.together(command.name):
+                if command.name in (LOAD, DROP):
+                    trainers.pop(command.job_id, None)  # two models of a job need not fit into memory
+                if command.name == LOAD:
+                    job = JobSubmitted.model_validate_json(command.data)
+                    trainers[job.job_id] = JobTrainer(job, threads=threads, permissions=permissions, ranks=ranks)
+                elif command.name != DROP:
+                    _take_part(trainers[command.job_id], command.name, command.data)
+        except (RollstreamError, OSError) as error:
+            logger.warning("job=%s %s: %s", command.job_id, command.name, error)
+
+
+def _take_part(trainer: JobTrainer, command: str, data: bytes) -> None:
+    if command == "train":
+        planned, trajectories, scores, first = decoded(data)
+        trainer.train(planned, trajectories, scores=scores, first=first)
+    elif command in ("take_base", "refer_to", "score"):
+        _compare(trainer, command, data)
+    elif command == "resume":
+        path = Path(data.decode())
+        checkpoint = read(path)
+        if checkpoint is None:
+            raise ConfigError(f"checkpoint {path} is damaged or not there; all processes need the same workspace")
+        trainer.resume(checkpoint)
+    elif command == "write_shards":
+        trainer.write_shards(Path(data.decode()))
+    elif command == "reset":
+        trainer.reset()
+    elif command == "weights":
+        trainer.model.published()
+    elif command == "take_weights":
+        trainer.model.take_weights()
+
+
+def _compare(trainer: JobTrainer, command: str, data: bytes) -> None:
+    """Compare with the policy's own earlier weights, which rank 0 has."""
+    if command == "score":
+        trainer.scoring.score(*models.decoded(data))
+    elif command == "take_base":
+        trainer.scoring.take_base(b"", "")
+    else:
+        trainer.refer_to(b"", "")

@@ -10,6 +10,7 @@ from typing import Any
 
 from rollstream.eventlog.files import beside
 from rollstream.schemas.errors import ModelError
+from rollstream.schemas.settings import MODEL_LOADING
 
 PAD, END = "<|pad|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -114,7 +115,7 @@ def _save_model(folder: Path, seed: int, shape: dict[str, Any]) -> None:
         eos_token_id=vocabulary[END],
         **shape,
     )
-    with torch.random.fork_rng(devices=[]):
+    with MODEL_LOADING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,27 @@ from rollstream.eventlog.files import HashedFile, base_sha256
 from rollstream.learner.algorithms import off_policy, table
 from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
-from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition, part, read
-from rollstream.learner.model.collate import check_token_ids, member_of, rows_of
+from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition, part
+from rollstream.learner.model.collate import check_lengths, check_token_ids, holder_of, member_of, rows_of
+from rollstream.learner.model.loading import num_positions
 from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
+from rollstream.learner.model.micro_batch import TrainRow
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
-from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, make_deterministic
+from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, published_sha256
 from rollstream.learner.model.ranks import Ranks
-from rollstream.learner.model.step import StepResult, micro_batch_tokens, train_batch
-from rollstream.learner.parallel.process_ranks import END, ProcessRanks
+from rollstream.learner.model.step import StepResult, micro_batch_tokens, shares_prefixes, train_batch
+from rollstream.learner.parallel.process_ranks import DROP, LOAD, ProcessRanks
 from rollstream.learner.parallel.refusals import refused
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, sharded_like, write_shards
 from rollstream.learner.progress import manifest_metrics
-from rollstream.learner.scoring import models
 from rollstream.learner.scoring.index import SCORES_SINCE, ScoreAsked
-from rollstream.learner.scoring.models import ScoringModels
+from rollstream.learner.scoring.models import ScoringModels, compute_as_set
 from rollstream.learner.scoring.scores import NONE, Scores, by_sequence, scored_rows, spans_of
 from rollstream.schemas import ids
-from rollstream.schemas.errors import ConfigError, RollstreamError
+from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.permissions import NOTHING, Permissions
-from rollstream.schemas.settings import ModelSettings
+from rollstream.schemas.settings import ModelSettings, own_threads
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +57,11 @@ class JobTrainer:
         Of several processes (`ranks`) the first one makes it, and the others `follow`. If one of them runs out of
         memory, all end, and the file `budget` has the micro-batches that they begin with again.
 
-        `threads`: used if the job does not say its own number; `permissions`: the algorithms and models that it may
-        name. Raises NotAllowedError for another one.
+        `threads`: used if the job does not say its own number; as many as torch takes by itself if neither does.
+        `permissions`: the algorithms and models that it may name. Raises NotAllowedError for another one.
         """
         location = f"job {job.job_id}: algorithm"
+        self._is_fork = job.fork is not None
         algorithm = table.settings_of(job.settings.algorithm, permissions, location)
         self._settings = job.settings.model_copy(update={"algorithm": algorithm})
         self._algorithm = table.algorithm(algorithm.name, permissions, location)
@@ -68,10 +71,13 @@ class JobTrainer:
                 f"job {job.job_id}: {ranks.num} processes do not train with {what}; start the learner as one process, "
                 "or change the job"
             )
-        make_deterministic(self._settings.threads or threads, deterministic=self._settings.model.deterministic)
+        own = own_threads(torch.get_num_threads)  # by now: below, this thread is given a number
+        self._settings = self._settings.model_copy(update={"threads": self._settings.threads or threads or own})
+        compute_as_set(self._settings)
         self._path = path = permissions.model_path(self._settings.model.path, f"job {job.job_id}: model.path")
         seed = ids.derive_seed(self._settings.seed, job.run_id, job.model_group, "adapters")
-        with ranks.together("load", job.model_dump_json().encode()):
+        ranks = ranks.of_job(job.job_id)
+        with ranks.together(LOAD, job.model_dump_json().encode()):
             self.model = policy_of(self._settings.model, ranks, seed=seed, path=path)
         if self._settings.revision >= 2:
             needs = algorithm.needs
@@ -98,6 +104,7 @@ class JobTrainer:
 
     def refer_to(self, weights: bytes, what: str) -> None:
         """Compare with these published weights. Raises ModelError naming `what`."""
+        compute_as_set(self._settings)
         self._reference = Reference(self.model, weights, what, "refer_to")
 
     def check_fits(self, published: WeightsPublished) -> None:
@@ -127,8 +134,20 @@ class JobTrainer:
                     f"{where} is an adapter with {name} {recorded}, not {own[name]}; give model.lora as it was there"
                 )
 
+    def stand_at(self, base: WeightsPublished, weights: bytes, what: str) -> None:
+        """Begin the job from its base version's weights, and compare with them where the loss does.
+
+        Where they are those of the model's folder, that has been loaded already, and is more exact: what is published
+        may be rounded to bfloat16. A fork's are its parent's. Raises ModelError naming `what`.
+        """
+        if self._is_fork or published_sha256(self.model) != base.weights_sha256:
+            self.begin(weights, what)
+        if self.needs_reference:
+            self.refer_to(weights, what)
+
     def begin(self, weights: bytes, what: str) -> None:
         """Begin the job from published weights, with a new optimizer. Raises ModelError naming `what`."""
+        compute_as_set(self._settings)
         self.model.load_weights(from_bytes(weights, what))
         self.reset()
 
@@ -167,6 +186,7 @@ class JobTrainer:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from the `state` of this job at another version, as a checkpoint has it."""
+        compute_as_set(self._settings)
         self.model.load_weights(part(state, "weights"))
         offload = self._settings.optimizer.offload
         load_state_tensors(self._optimizer, self.model.trainable(), part(state, "optimizer"), offload)
@@ -214,6 +234,7 @@ class JobTrainer:
         `scores`: what is `asked`. `micro_batch_tokens`: as StepTrained has them of the same manifest, if it was trained
         before. `first`: the budget of the first of several processes, to its followers.
         """
+        compute_as_set(self._settings)
         self._budget.begin(micro_batch_tokens)
         if first is not None:
             self._budget.begin_as(first)
@@ -234,6 +255,7 @@ class JobTrainer:
                 version=planned.trains_at_version,
                 skipped_in_row=self._skipped_in_row,
                 budget=self._budget,
+                check=partial(self._check_lengths, trajectories),
             )
         self._statistics = dict(result.statistics)
         self._skipped_in_row = result.skipped_in_row
@@ -249,6 +271,12 @@ class JobTrainer:
     def _check_token_ids(self, trajectories: Sequence[TrajectoryAssembled]) -> None:
         for trajectory in trajectories:
             check_token_ids(trajectory, self.model.num_token_ids)
+
+    def _check_lengths(self, trajectories: Sequence[TrajectoryAssembled], prepared: Sequence[TrainRow]) -> None:
+        """Raises DecodeError for a row that is trained and has more tokens than the model has positions for."""
+        rows = [replace(one.row, mask=one.mask) for one in prepared]
+        shares = shares_prefixes(self.model, rows, self._settings)
+        check_lengths(rows, num_positions(self.model.module), lambda row: holder_of(row, trajectories), shares=shares)
 
     def asked(
         self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], base_sha256: str
@@ -311,6 +339,12 @@ class JobTrainer:
         return BatchView(rows, members)
 
 
+def drop(job: JobSubmitted, ranks: Ranks) -> None:
+    """Have the other processes let go of a job's trainer, if they have one."""
+    with ranks.of_job(job.job_id).together(DROP):
+        pass
+
+
 def policy_of(settings: ModelSettings, ranks: Ranks, *, seed: int, path: str) -> PolicyModel:
     """The policy of this process, or its part of that of all."""
     if isinstance(ranks, ProcessRanks):
@@ -332,58 +366,3 @@ def decoded(data: bytes) -> tuple[BatchPlanned, list[TrajectoryAssembled], Score
     trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"][1:]]
     planned = BatchPlanned.model_validate_json(found["events"][0])
     return planned, trajectories, Scores.of_json(found), found["budget"]
-
-
-def follow(ranks: ProcessRanks, *, threads: int | None, permissions: Permissions = NOTHING) -> None:
-    """Do what rank 0 does, until it ends: a job's model and optimizer, of which this process has its shards.
-
-    What fails in all processes alike is rank 0's to tell. Blocking.
-    """
-    trainer: JobTrainer | None = None
-    while True:
-        command, data = ranks.receive()
-        if command == END:
-            return
-        try:
-            with ranks.together(command):
-                if command == "load":
-                    trainer = None  # two models need not fit into memory
-                    job = JobSubmitted.model_validate_json(data)
-                    trainer = JobTrainer(job, threads=threads, permissions=permissions, ranks=ranks)
-                else:
-                    assert trainer is not None
-                    _take_part(trainer, command, data)
-        except (RollstreamError, OSError) as error:
-            logger.warning("%s: %s", command, error)
-
-
-def _take_part(trainer: JobTrainer, command: str, data: bytes) -> None:
-    if command == "train":
-        planned, trajectories, scores, first = decoded(data)
-        trainer.train(planned, trajectories, scores=scores, first=first)
-    elif command in ("take_base", "refer_to", "score"):
-        _compare(trainer, command, data)
-    elif command == "resume":
-        path = Path(data.decode())
-        checkpoint = read(path)
-        if checkpoint is None:
-            raise ConfigError(f"checkpoint {path} is damaged or not there; all processes need the same workspace")
-        trainer.resume(checkpoint)
-    elif command == "write_shards":
-        trainer.write_shards(Path(data.decode()))
-    elif command == "reset":
-        trainer.reset()
-    elif command == "weights":
-        trainer.model.published()
-    elif command == "take_weights":
-        trainer.model.take_weights()
-
-
-def _compare(trainer: JobTrainer, command: str, data: bytes) -> None:
-    """Compare with the policy's own earlier weights, which rank 0 has."""
-    if command == "score":
-        trainer.scoring.score(*models.decoded(data))
-    elif command == "take_base":
-        trainer.scoring.take_base(b"", "")
-    else:
-        trainer.refer_to(b"", "")

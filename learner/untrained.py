@@ -26,6 +26,7 @@ from rollstream.schemas.events import (
     SubmissionReceived,
     TrajectoryRejected,
 )
+from rollstream.schemas.settings import FROZEN
 
 KINDS = {
     "groups": {"job_started", "group_closed", "submission_received"},
@@ -114,15 +115,23 @@ class Untrained:
         return self.unsubmitted or ({NOTHING_SUBMITTED: num_empty} if num_empty else {})
 
     @property
+    def reported(self) -> Counter[str]:
+        """Rejections that say why nothing was trained. Trajectories of frozen model groups were never to be trained:
+        they count only where nothing else does.
+        """
+        others = Counter({cause: count for cause, count in self.rejected.items() if cause != FROZEN})
+        return others if others or self.failed or self.empty else self.rejected
+
+    @property
     def is_curriculum_alone(self) -> bool:
         """Whether the curriculum alone excluded every trainable trajectory."""
-        return not self.failed and self.rejected.keys() | self.empty.keys() <= {CURRICULUM}
+        return not self.failed and self.reported.keys() | self.empty.keys() <= {CURRICULUM}
 
     @property
     def counts(self) -> str:
         """The causes with their counts, the most frequent first."""
         parts = [
-            f"{count} {_of(count, 'trajectory')} rejected: {cause}" for cause, count in self.rejected.most_common()
+            f"{count} {_of(count, 'trajectory')} rejected: {cause}" for cause, count in self.reported.most_common()
         ]
         parts += [f"{count} {_of(count, 'rollout')} failed: {cause}" for cause, count in self.failed.most_common()]
         parts += [EMPTY[cause].format(f"{count} {_of(count, 'epoch')}") for cause, count in self.empty.items()]
@@ -135,7 +144,7 @@ class Untrained:
         if self.num_groups and not self.is_scored:
             reason += f", none of its {self.num_groups} groups had enough complete rollouts"
         reason += f" ({self.counts})" if self.counts else ""
-        (cause, _), *_ = [*self.rejected.most_common(1), ("", 0)]
+        (cause, _), *_ = [*self.reported.most_common(1), ("", 0)]
         if cause in REMEDIES:
             reason += f"; {REMEDIES[cause]}"
         elif self.failed:

@@ -26,10 +26,13 @@ from rollstream.schemas.errors import (
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted
 from rollstream.schemas.permissions import NOTHING, Permissions
 from rollstream.schemas.settings import EXTERNAL, FROZEN
+from rollstream.schemas.variables import recordable
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
+MAX_ERROR_CHARS = 4000
+"""Characters of a job's error: an algorithm of users' may raise a message of any length."""
 
 
 class Worker:
@@ -100,7 +103,7 @@ class Worker:
         current = [queue[0] for queue in state.queues.values()]
         self._publishers = {group: one for group, one in self._publishers.items() if group in state.groups}
         open_jobs = {job.job_id for job in current}
-        await self._close([group for group, run in self._runs.items() if run.job.job_id not in open_jobs])
+        await self._drop([group for group, run in self._runs.items() if run.job.job_id not in open_jobs])
         return current
 
     def _log_bases(self, current: Sequence[JobSubmitted]) -> None:
@@ -115,6 +118,13 @@ class Worker:
         """Drop runs, and the data that they read ahead."""
         for run in [self._runs.pop(group) for group in model_groups]:
             await run.close()
+
+    async def _drop(self, model_groups: list[str]) -> None:
+        """Drop runs, with the models that other processes have of them."""
+        dropped = [self._runs[group] for group in model_groups]
+        await self._close(model_groups)
+        for run in dropped:
+            await run.drop()
 
     async def _cancel_ended(self, context: LearnerContext) -> bool:
         """Cancel open jobs of runs that are over."""
@@ -175,18 +185,22 @@ class Worker:
             await publisher.claim(job)
             self._publishers[job.model_group] = publisher
         run = JobRun(job, context, publisher)
-        await run.start()
+        try:
+            await run.start()
+        except RollstreamError:
+            await run.drop()
+            raise
         self._runs[job.model_group] = run
         return True
 
     async def _fail(self, job: JobSubmitted, context: LearnerContext, error: RollstreamError) -> None:
         """Say that a job has failed. Raises FencedError if that is for another learner to say by now."""
-        reason = self._permissions.conceal(str(error)) or type(error).__name__
+        reason = recordable(self._permissions.conceal(str(error)), MAX_ERROR_CHARS) or type(error).__name__
         logger.error("job=%s failed: %s", job.job_id, reason)
         publisher = self._publishers.get(job.model_group)
         if publisher is not None:
             await publisher.check_owner()
-        await self._close([group for group in self._runs if group == job.model_group])
+        await self._drop([group for group in self._runs if group == job.model_group])
         event = JobFailed(
             run_id=job.run_id,
             time_ms=job.time_ms,

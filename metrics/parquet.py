@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from datetime import date, time
 from decimal import Decimal
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,14 @@ import duckdb
 
 from rollstream.metrics.projection.database import one_line
 from rollstream.schemas.errors import QueryError
+
+PARQUET_FILE = "read_parquet($1, hive_partitioning = false)"
+"""Table of one file, given as `pattern_of` its path: folders named `key=value` add no columns."""
+
+
+def pattern_of(path: Path) -> str:
+    """A file's path for DuckDB, which takes `*`, `?` and `[` for wildcards."""
+    return escape(str(path))
 
 
 def read_parquet(path: Path) -> list[dict[str, Any]]:
@@ -19,7 +28,8 @@ def read_parquet(path: Path) -> list[dict[str, Any]]:
     """
     try:
         with duckdb.connect() as connection:
-            found = connection.execute("SELECT * FROM read_parquet(?)", [str(path)])
+            connection.execute("SET TimeZone = 'UTC'")  # else times with a zone would be in the machine's
+            found = connection.execute(f"SELECT * FROM {PARQUET_FILE}", [pattern_of(path)])
             names = [column[0] for column in found.description or ()]
             values = found.fetchall()
     except duckdb.Error as error:

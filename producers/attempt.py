@@ -4,25 +4,24 @@ import asyncio
 import contextlib
 import functools
 import logging
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import Encoded
+from rollstream.producers import user_tasks
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.evaluators import table
 from rollstream.producers.rollout import registry, rewards
-from rollstream.producers.rollout.continuing import RecordedAttempt
+from rollstream.producers.rollout.continuing import RecordedAttempt, rewards_after_end
 from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.gateway_interface import Gateway
 from rollstream.producers.rollout.journal import Acknowledged, Emit, Journal
-from rollstream.producers.rollout.reply import Failure, TurnsExhausted, plain
+from rollstream.producers.rollout.reply import MAX_TURNS, Failure, is_exhaustion, plain
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import (
     ConfigError,
-    EnvironmentRunError,
     NotAllowedError,
     RollstreamError,
     called_at,
@@ -33,13 +32,12 @@ from rollstream.schemas.events import StepRecorded, TaskRequested
 from rollstream.schemas.events.recorded import RECORDED
 from rollstream.schemas.permissions import CODE, NOTHING, Permissions, environment_path
 from rollstream.schemas.settings import RolloutSettings
-from rollstream.schemas.variables import one_line
+from rollstream.schemas.variables import recordable, traceback_of
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """Seconds for a cancelled environment to stop, before it is abandoned."""
-MAX_MESSAGE = 500
 
 
 def refusal(settings: RolloutSettings, permissions: Permissions) -> str | None:
@@ -53,7 +51,7 @@ def refusal(settings: RolloutSettings, permissions: Permissions) -> str | None:
         try:
             check()
         except NotAllowedError as error:
-            return _recorded(permissions.conceal(str(error)))
+            return recordable(permissions.conceal(str(error)))
         except ConfigError:
             continue  # an unknown name or an unset variable fails the rollout, which says so
     return None
@@ -143,7 +141,7 @@ async def record_rollout(
     else:
         journal.restore(before)
     stage = _Stage(task, member, engine, journal, permissions, artifacts, players, gateway, before is not None)
-    play = asyncio.create_task(stage.play())
+    play = user_tasks.create_task(stage.play())
     is_over = False
     try:
         await asyncio.wait({play}, timeout=settings.rollout_timeout_s)
@@ -157,7 +155,7 @@ async def record_rollout(
     if failure is None:
         await journal.end(play.result(), stage.missing_scores)
         return
-    message = _recorded(permissions.conceal(failure.message))
+    message = recordable(permissions.conceal(failure.message))
     log.info("rollout failed rollout_id=%s cause=%s: %s", journal.rollout_id, failure.cause, message)
     # without an id: who watches the run is shown each message once
     log.error("%s%s", message, permissions.conceal(_traceback(failure.error)))
@@ -196,29 +194,25 @@ class _Stage:
 
     async def play(self) -> str:
         """Environment, then reward functions. Returns the stop reason."""
-        try:
-            environment = registry.build_environment(
-                self._settings.environment, self._settings.environment_config, self._permissions
-            )
-            environment.check_agents(self._settings.agents)
-            self._session = session = Session(
-                self._task,
-                member=self._member,
-                engine=self._engine,
-                journal=self._journal,
-                demonstrator=environment,
-                opponents=self._players,
-                play_scripted=environment.play_scripted,
-                artifacts=self._artifacts,
-                gateway=self._gateway,
-                is_continued=self._is_continued,
-            )
-            stop_reason = await self._run(environment, session)
-            await self._journal.fill_holes(next(iter(session.agents), "agent"))
-            await self._reward(session, stop_reason)
-        except (SystemExit, KeyboardInterrupt) as error:  # of user code: signals are the service's
-            raised = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else "raised KeyboardInterrupt"
-            raise EnvironmentRunError(raised) from error
+        environment = registry.build_environment(
+            self._settings.environment, self._settings.environment_config, self._permissions
+        )
+        environment.check_agents(self._settings.agents)
+        self._session = session = Session(
+            self._task,
+            member=self._member,
+            engine=self._engine,
+            journal=self._journal,
+            demonstrator=environment,
+            opponents=self._players,
+            play_scripted=environment.play_scripted,
+            artifacts=self._artifacts,
+            gateway=self._gateway,
+            is_continued=self._is_continued,
+        )
+        stop_reason = await self._run(environment, session)
+        await self._journal.fill_holes(next(iter(session.agents), "agent"))
+        await self._reward(session, stop_reason)
         return stop_reason
 
     def timed_out(self) -> Failure:
@@ -251,27 +245,27 @@ class _Stage:
     async def _run(self, environment: Environment, session: Session) -> str:
         try:
             await environment.run(session)
-        except TurnsExhausted:
-            return "max_turns"
-        except ExceptionGroup as group:
-            if group.split(TurnsExhausted)[1] is not None:
+        except Exception as error:
+            if not is_exhaustion(error):
                 raise
-            return "max_turns"
+            return MAX_TURNS
         return "done"
 
     async def _reward(self, session: Session, stop_reason: str) -> None:
         steps = rewards.played(self._journal.steps) if self._settings.rewards else ()
         # A reward that a recorded rollout brings under the name of a reward function takes its place.
         came_with_it = {reward.name for reward in self._journal.rewards if self._settings.environment == RECORDED}
-        for name in self._settings.rewards:
-            if name in came_with_it:
+        recorded = rewards_after_end(session.recorded, session.rewarded)  # by a process that is gone; they count
+        for index, name in enumerate(names := self._settings.rewards):
+            if name in came_with_it or (name, None) in recorded.values():
                 continue
             self._doing = f"reward {name}"
+            before = [r for r in self._journal.rewards if r.name not in names[index:] or r.reward_index not in recorded]
             rollout = rewards.FinishedRollout(
                 inputs=session.inputs,
                 seed=session.seed,
                 steps=tuple(map(_copied, steps)),  # whatever is changed in it
-                rewards=self._journal.rewards,
+                rewards=tuple(before),
                 messages={agent: tuple(plain(sent, "messages")) for agent, sent in session.messages.items()},
                 stop_reason=stop_reason,
             )
@@ -279,7 +273,8 @@ class _Stage:
             with self._missing_allowed(name):
                 values = await rewards.evaluate(chosen.location, chosen.function, rollout)
                 for agent, value in values.items():
-                    await session.reward(value, name, agent=agent)
+                    if (name, agent) not in recorded.values():
+                        await session.reward(value, name, agent=agent)
         with self._missing_allowed("reward"):
             self._check_scored(session, stop_reason)
 
@@ -293,7 +288,7 @@ class _Stage:
         except rewards.NoScoreError as error:
             if self._settings.missing_score == "error":
                 raise
-            reason = _recorded(self._permissions.conceal(str(error)))
+            reason = recordable(self._permissions.conceal(str(error)))
             shown = self._permissions.conceal(_traceback(error))
             log.warning("no score rollout_id=%s: %s%s", self._journal.rollout_id, reason, shown)
             if self._settings.missing_score == "reject":
@@ -305,7 +300,7 @@ class _Stage:
         If the turns are over before any was given, the reward is 0.
         """
         settings = self._settings
-        if settings.policy == "demonstration" or settings.missing_score == "unneeded" or stop_reason == "max_turns":
+        if settings.policy == "demonstration" or settings.missing_score == "unneeded" or stop_reason == MAX_TURNS:
             return
         if self.missing_scores or self._journal.num_open or session.failure is not None:
             return  # there is a reason already
@@ -383,17 +378,4 @@ def _traceback(error: BaseException | None) -> str:
         chain = chain.__cause__
     if error is None or chain is None:
         return ""
-    try:
-        lines = traceback.format_exception(error)
-    except Exception:  # noqa: BLE001 -- others' exceptions may raise where they are shown
-        lines = traceback.format_tb(error.__traceback__)
-    return _encodable("\n" + "".join(lines).rstrip())
-
-
-def _encodable(text: str) -> str:
-    """A lone surrogate fits in no event and in no log."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def _recorded(message: str) -> str:
-    return one_line(_encodable(message), MAX_MESSAGE)
+    return traceback_of(error)

@@ -221,7 +221,7 @@ class GroupExecution:
             return
         if self._producer.opponents is None:
             raise ModelError(f"task {self.task.group_id} has opponents; give the worker OpponentWeights")
-        await self._producer.opponents.hold(players, league.max_loaded)
+        await self._producer.opponents.hold(players, league.max_loaded, self.task.run_id)
         self._held = players
 
     async def _open(self, *, size: int, void_cause: str | None) -> GroupProgress:

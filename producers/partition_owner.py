@@ -98,6 +98,10 @@ class PartitionOwner:
         self._ended_runs = ended_runs
         self._on_progress = on_progress
         self._settled = RecentSet(MAX_SETTLED)
+        self._first_offsets: dict[str, int] = {}
+        """First offsets in `steps` of the settled groups that were run here, of as many as are remembered."""
+        self._repeats: dict[str, int] = {}
+        """Offsets of tasks that were sent again, by group id, until they are settled."""
         self._cancelled = RecentSet(MAX_SETTLED)
         self._runs: dict[str, GroupExecution] = {}
         self._held: dict[str, OpenTask] = {}
@@ -137,6 +141,7 @@ class PartitionOwner:
         for groups in (self._settled, self._cancelled):
             for group_id in [one for one in groups if ids.run_of(one) == run_id]:
                 groups.discard(group_id)
+                self._first_offsets.pop(group_id, None)
 
     def owns(self, group_id: str) -> bool:
         """Whether a group is of this partition."""
@@ -218,12 +223,16 @@ class PartitionOwner:
 
     def _request(self, offset: int, task: TaskRequested) -> None:
         is_settled = self._is_settled(task.group_id)
-        if offset < self._tasks_end and is_settled and self._recovered.first_offset is not None:
-            self._settled_from.add(offset, self._recovered.first_offset)
+        first_offset = self._first_offsets.get(task.group_id, self._recovered.first_offset)
+        if is_settled and first_offset is not None:  # the next owner has to find that this task is settled, too
+            self._settled_from.add(offset, first_offset)
         if is_settled:
             self._recovered.settled.discard(task.group_id)
             self._settled.add(task.group_id)
-        if task.group_id in self._runs or is_settled or task.group_id in self._held:
+        if task.group_id in self._runs or task.group_id in self._held:
+            self._repeats[task.group_id] = offset
+            return
+        if is_settled:
             return
         recovered = self._recovered.groups.pop(task.group_id, None)
         self._recovered.attempts.pop(task.group_id, None)
@@ -256,9 +265,13 @@ class PartitionOwner:
 
     async def _run(self, offset: int, run: GroupExecution) -> None:
         await run.run()
-        if run.state is not None:
-            self._settled_from.add(offset, run.state.first_offset)
         self._settled.add(run.task.group_id)
+        repeated = self._repeats.pop(run.task.group_id, offset)
+        if run.state is not None:
+            self._settled_from.add(repeated, run.state.first_offset)
+            self._first_offsets[run.task.group_id] = run.state.first_offset
+            if len(self._first_offsets) > MAX_SETTLED:
+                del self._first_offsets[next(iter(self._first_offsets))]
         self._cancelled.discard(run.task.group_id)
         self._foreign_writes.forget(run.task.group_id)
         del self._runs[run.task.group_id]

@@ -98,6 +98,8 @@ class RolloutWorker:
             tasks.create_task(self._commit_progress())
             tasks.create_task(self._tick())
             tasks.create_task(run_ends.follow())
+            if self._producer.opponents is not None:
+                tasks.create_task(self._producer.opponents.unload_ended())
             on_ready()
 
     async def _poll(self, reader: GroupReader) -> None:
@@ -202,6 +204,8 @@ class RolloutWorker:
     def _end_run(self, run_id: str) -> None:
         for owner in (*self._owners.values(), *self._kept.values()):
             owner.end_run(run_id)
+        if self._producer.opponents is not None:
+            self._producer.opponents.end_run(run_id)
 
     async def _leave(self) -> None:
         """1. Stop. 2. Commit what is settled. 3. Leave the group."""

@@ -3,10 +3,11 @@
 import asyncio
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from types import MappingProxyType
 
 from rollstream.eventlog import codec
@@ -96,7 +97,7 @@ async def fold(log: EventLog, part: Range) -> Folded:
         for closing in assembly.evolve(state, received):
             closed = closing.closed
             if closed.run_id == part.run_id:
-                _close(closed, begun.pop(closed.group_id, set()), found, has_dead=bool(part.dead))
+                _close(closed, begun.pop(closed.group_id, set()), found, has_dead=_has_dead(closed, part))
     return found
 
 
@@ -134,6 +135,12 @@ def _close(event: GroupClosed, begun: set[str], found: Folded, *, has_dead: bool
         found.differences += [
             (ids.event_id("rollout_started", name), MISSING, "an attempt's start") for name in missing
         ]
+
+
+def _has_dead(closed: GroupClosed, part: Range) -> bool:
+    """Whether a record between the first and the last of a group is a dead letter, and so may have been one of its."""
+    at = closed.steps_at
+    return at is not None and any(at.first_offset <= offset <= at.last_offset for offset in part.dead)
 
 
 def _other(state: AssemblyState, begun: RolloutStarted) -> Iterator[tuple[str, str, str]]:
@@ -241,7 +248,9 @@ async def fold_in_processes(
     source: Source, parts: list[Range], workers: int, on_progress: Callable[[str], None]
 ) -> list[Folded]:
     """Fold the ranges in `workers` processes at a time. If one fails or this is cancelled, no other range is begun."""
-    pool = ProcessPoolExecutor(max_workers=workers, mp_context=multiprocessing.get_context("forkserver"))
+    pool = ProcessPoolExecutor(
+        max_workers=workers, mp_context=multiprocessing.get_context("forkserver"), initializer=end_with_parent
+    )
 
     async def folded(part: Range) -> Folded:
         found = await asyncio.wrap_future(pool.submit(_fold_alone, source, part))
@@ -252,6 +261,18 @@ async def fold_in_processes(
         return await asyncio.gather(*map(folded, parts))
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def end_with_parent() -> None:
+    """End this process once its parent has died, which a worker of a pool would wait for without end."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _fold_alone(source: Source, part: Range) -> Folded:

@@ -222,8 +222,10 @@ def _versions(events: RunEvents) -> Iterator[Named]:
         jobs = sorted((job for job in jobs if job.model_group == model_group), key=lambda job: job.base_version)
         for number, job in enumerate(jobs):
             end = jobs[number + 1].base_version if number + 1 < len(jobs) else math.inf
+            group = state.group(model_group)
             of_job = {v: by for v, by in used.get(model_group, {}).items() if job.base_version <= v <= end}
-            yield from _of_job(events, job, state.group(model_group), of_job)
+            others = {v for v in of_job if v in group.published and group.published[v].job_id != job.job_id}
+            yield from _of_job(events, job, group, {v: by for v, by in of_job.items() if v not in others})
 
 
 def _used(events: RunEvents) -> dict[str, dict[int, str]]:
@@ -254,7 +256,7 @@ def _of_job(events: RunEvents, job: JobSubmitted, group: GroupState, used: Mappi
     for version in range(base + 1, newest + 1):
         by = needed.get(version) or needed[newest]
         is_published = version in group.published
-        if version not in group.trained:
+        if group.step(version, job.job_id) is None:
             yield Named("weights", ids.version_event("step_trained", group_id, version), by)
         is_last_step = (
             version == newest and ids.split_event(by)[0] == "step_trained"
@@ -272,12 +274,13 @@ def _needed(events: RunEvents, job: JobSubmitted, group: GroupState, used: Mappi
     Steps and versions of void terms say nothing.
     """
     needed: dict[int, str] = {}
-    counted = {StepTrained: group.trained, WeightsPublished: group.published}
+    published = {version: event.job_id for version, event in group.published.items()}
     for kind in (StepTrained, WeightsPublished, JobProgressed):
         if kind is WeightsPublished:
             needed |= used  # says that the version was published, and not how far the job has come
         for event, _ in of_type(events.by_topic.get(kind.TOPIC, ()), kind):
-            is_void = kind in counted and event.version not in counted[kind]
+            is_void = kind is WeightsPublished and published.get(event.version) != event.job_id
+            is_void = is_void or (kind is StepTrained and group.step(event.version, event.job_id) is None)
             if event.job_id == job.job_id and event.version > job.base_version and not is_void:
                 needed[event.version] = event.event_id
     succeeded = events.by_id.get(ids.event_id("job_succeeded", job.job_id))

@@ -12,6 +12,7 @@ from rollstream.eventlog.log import EventLog, Received, Record, format_position
 from rollstream.eventlog.reading import read_to_end, unknown_run
 from rollstream.eventlog.run_offsets import LETTERS, offset_name, start_offsets_of
 from rollstream.schemas import ids
+from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ConfigError, DecodeError, LogError
 from rollstream.schemas.events import ReferenceScored, RunEnded, RunStarted
 from rollstream.schemas.kafka import KafkaSettings
@@ -73,6 +74,8 @@ class RunEvents:
     """Those of `groups` on which curation's fold raised."""
     poison: list[Received] = field(default_factory=list[Received])
     """Records of the run among them."""
+    refused_at: int | None = None
+    """Offset in `groups` from which curation requested no tasks, because it could not read the run's dataset."""
     kept: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict[str, dict[int, tuple[int, int]]])
     """Oldest retained offset and the one after the newest, by topic and partition."""
 
@@ -130,11 +133,17 @@ class RunEvents:
         if is_dead:
             self.poison.append(received)
             return
+        self._note_refusal(received.event)
         first = self.by_id.setdefault(received.event.event_id, received)
         if first is received:
             (self.later if is_later else self.by_topic).setdefault(record.topic, []).append(received)
         elif first.digest != received.digest and not isinstance(received.event, RunEnded):  # its first one counts
             self.twice.append((first, received))
+
+    def _note_refusal(self, event: Event) -> None:
+        """Note the refusal that an end names, also one that came after another end."""
+        if isinstance(event, RunEnded) and self.refused_at is None:
+            self.refused_at = event.refused_at
 
 
 async def read_run(log: EventLog, run_id: str) -> RunEvents:

@@ -43,7 +43,7 @@ def recorded_jobs(events: RunEvents) -> list[RecordedJob]:
         base = group.published.get(submitted.base_version)
         steps: dict[int, StepTrained] = {}
         for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
-            if step.job_id == submitted.job_id and group.trained.get(step.version) == step.weights_sha256:
+            if step.job_id == submitted.job_id and group.counts(step):
                 steps.setdefault(step.version, step)
         manifests = {
             event.index: Manifest(event, received.digest, received.position.offset)

@@ -140,6 +140,8 @@ def _groups_of_harness(events: RunEvents) -> set[str]:
 def _curated(events: RunEvents, datasets: curate.Datasets) -> tuple[dict[str, Event], set[str]]:
     """Events that curation derives again, by event id, and the ids of those that answer the run's end."""
     state, faulty = curate.initial(), FaultyRuns()
+    if events.refused_at is not None:
+        state.refused[events.run_id] = events.refused_at
     poison = deque(received.position.offset for received in events.poison)
     made: dict[str, Event] = {}
     at_the_end: set[str] = set()

@@ -90,7 +90,7 @@ def compare_scores(events: RunEvents, report: Report) -> None:
         report.count("scores", len(scored))
     for step, _ in of_type(weights, StepTrained):
         group = state.group(step.model_group)
-        is_void = group.trained.get(step.version) != step.weights_sha256
+        is_void = not group.counts(step)
         planned = events.by_id.get(ids.event_id("batch_planned", step.batch_id))
         job = events.by_id.get(ids.event_id("job_submitted", step.job_id))
         if is_void or planned is None or job is None:
@@ -168,8 +168,8 @@ def _versions(name: str, group: GroupState, report: Report) -> None:
             report.differ("weights", f"{name} v{before + 1}", MISSING, f"versions up to v{known[-1]}")
     for version, published in group.published.items():
         report.count("versions")
-        trained = group.trained.get(version, published.weights_sha256)
-        for what, sha256 in (("StepTrained", trained), ("artifact", published.artifact.sha256)):
+        trained = group.step_of(version) or published
+        for what, sha256 in (("StepTrained", trained.weights_sha256), ("artifact", published.artifact.sha256)):
             if sha256 != published.weights_sha256:
                 report.differ("weights", f"{name} v{version}, {what}", published.weights_sha256, sha256)
 
@@ -178,7 +178,7 @@ def _origins(events: RunEvents, name: str, group: GroupState, report: Report) ->
     """Hold job, manifest and adopted version of a version against its step, those of a base version against its job."""
     origins: dict[int, tuple[str, str | None, int | None]] = {}
     for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
-        if step.model_group == name and group.trained.get(step.version) == step.weights_sha256:
+        if step.model_group == name and group.counts(step):
             origins.setdefault(step.version, (step.job_id, step.batch_id, step.adopts))
     for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted):
         if job.model_group == name:
@@ -210,15 +210,18 @@ def _artifact(
         report.count("artifacts")
 
 
-def _is_ahead(events: RunEvents, name: str, group: GroupState, version: int) -> bool:
-    """Whether a checkpoint may have a version that the log lacks: a learner saves before it publishes.
+def _is_ahead(events: RunEvents, group: GroupState, version: int, job_id: str) -> bool:
+    """Whether a job's checkpoint may have a version that the log lacks: a learner saves before it publishes.
 
     It may have been killed in between, or go on while this reads.
     """
-    jobs = [job for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted) if job.model_group == name]
-    is_done = all(ids.event_id("job_succeeded", job.job_id) in events.by_id for job in jobs)
-    most = group.newest_version + (0 if is_done else 1) if events.has_ended else math.inf
-    return group.newest_version < version <= most
+    job = events.by_id.get(ids.event_id("job_submitted", job_id))
+    base_version = job.event.base_version if job is not None and isinstance(job.event, JobSubmitted) else -1
+    of_job = (number for number, published in group.published.items() if published.job_id == job_id)
+    newest = max(of_job, default=base_version)
+    is_done = ids.event_id("job_succeeded", job_id) in events.by_id
+    most = newest + (0 if is_done else 1) if events.has_ended else math.inf
+    return newest < version <= most
 
 
 def _checkpoints(events: RunEvents, name: str, group: GroupState, folder: Path, report: Report) -> None:
@@ -235,14 +238,15 @@ def _checkpoints(events: RunEvents, name: str, group: GroupState, folder: Path, 
         if position is None:
             report.differ("checkpoints", str(path), path.name.split(".")[1], found)
             continue
-        recorded = group.trained.get(position["version"])
-        if recorded is None and not _is_ahead(events, name, group, position["version"]):
-            step = ids.version_event("step_trained", name, position["version"])
-            report.differ("checkpoints", f"{step}, named by {path}", position["step"]["weights_sha256"], MISSING)
+        step = group.step(position["version"], position["job_id"])
+        recorded = None if step is None else step.weights_sha256
+        if recorded is None and not _is_ahead(events, group, position["version"], position["job_id"]):
+            missing = ids.version_event("step_trained", name, position["version"])
+            report.differ("checkpoints", f"{missing}, named by {path}", position["step"]["weights_sha256"], MISSING)
         elif recorded is None:
             report.count("checkpoints that the log does not have yet")
         if recorded not in (None, position["step"]["weights_sha256"]):
-            report.differ("checkpoints", f"{path} (weights)", str(recorded), position["step"]["weights_sha256"])
+            report.differ("checkpoints", f"{path} (weights)", recorded or MISSING, position["step"]["weights_sha256"])
         last = manifests.get((position["job_id"], position["next_index"] - 1))
         if last not in (None, position["previous_sha256"]):
             report.differ("checkpoints", f"{path} (manifest)", str(last), position["previous_sha256"])

@@ -48,6 +48,8 @@ class Needs(Settings):
     """A group of equal rewards trains too."""
     nonnegative_rewards: bool = added(False)
     """A reward below 0 fails the job."""
+    named_rewards: bool = added(False)
+    """Recorded rewards count by name, and not only the manifest's reward."""
 
 
 class AlgorithmSettings(Settings):

@@ -1,5 +1,6 @@
 """The YAML file of a run in NAT's shape: its sections, ours (`_type: rollstream`) and foreign blocks."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -283,6 +284,11 @@ class FinetuningSection(Settings):
     num_epochs: int = Field(default=1, ge=1)
     output_dir: Path = Path(".rollstream/output")
     run_configuration: RunConfigurationSection | None = None
+
+    @field_validator("output_dir")
+    @classmethod
+    def _has_no_tilde(cls, value: Path) -> Path:
+        return Path(os.path.expanduser(value))
 
 
 def _whose(value: Any) -> str:

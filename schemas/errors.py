@@ -40,7 +40,12 @@ from typing import Any, NamedTuple, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
+CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
+"""Message of torch's allocator on a CPU, for which it has no exception of its own."""
+
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_OF_PACKAGES = frozenset({"site-packages", "dist-packages"})
+"""Names of folders of packages, also of the system's or the user's that a virtual environment lets in."""
 
 
 class RollstreamError(Exception):
@@ -228,7 +233,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def describe(error: BaseException) -> str:
-    """Type, place and message of an exception of others' code, even if its own `__str__` raises.
+    """Type, place and message of an exception of others' code, even if its own `__str__` raises or exits.
 
     `KeyError (game.py line 12, in lookup): 'x'`
 
@@ -236,13 +241,17 @@ def describe(error: BaseException) -> str:
     """
     if isinstance(error, BaseExceptionGroup):
         return describe(first_error(cast("BaseExceptionGroup[BaseException]", error)))
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001 -- whatever others' code raises
-        message = "(its message cannot be read)"
+    message = _message(error)
     source_line = "" if isinstance(error, RollstreamError) else raised_at(error)
     kind = type(error).__name__ + (f" ({source_line})" if source_line else "")
     return f"{kind}: {message}" if message else kind
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except (Exception, SystemExit, KeyboardInterrupt):  # noqa: BLE001 -- whatever others' code raises
+        return "(its message cannot be read)"
 
 
 def first_error(failed: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -268,7 +277,11 @@ def raised_at(error: BaseException) -> str:
 def called_at(error: BaseException) -> str:
     """File, line and function of the innermost frame of users' code; empty if an exception passed through none."""
     others = _of_others(traceback.walk_tb(error.__traceback__))
-    return _innermost([found for found in others if not found[0].f_code.co_filename.startswith(_INSTALLED)])
+    return _innermost([found for found in others if not _is_installed(found[0].f_code.co_filename)])
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith(_INSTALLED) or not _OF_PACKAGES.isdisjoint(PurePath(file).parts)
 
 
 def _of_others(frames: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
@@ -292,3 +305,9 @@ def is_of_users(error: BaseException) -> bool:
 
 def _is_of(frame: FrameType, package: str) -> bool:
     return str(frame.f_globals.get("__name__")).split(".", 1)[0] == package
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that a device, or the machine, has no memory left: torch's own, or its allocator's."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # torch is not imported here
+    return not kinds.isdisjoint(("OutOfMemoryError", "MemoryError")) or CPU_REFUSAL in _message(error)

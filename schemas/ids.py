@@ -4,6 +4,7 @@ import functools
 import hashlib
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_NAME = 80
@@ -61,7 +62,9 @@ def rollout_id(group: str, member: int, attempt: int) -> str:
 
 
 _ATTEMPT = re.compile(r"/m([0-9]{1,9})/a([0-9]{1,9})")
-_INDEXED = re.compile(r"(.*)/t([0-9]{5,9})", re.DOTALL)
+INDEXED = r"(.*)/t([0-9]{5,9})"
+"""A group's id without its index, and the index; a pattern of Python and of SQL."""
+_INDEXED = re.compile(INDEXED, re.DOTALL)
 _EPOCH = re.compile(r"(.*)/e([0-9]{5,9})", re.DOTALL)
 _GROUP = re.compile(r"(?P<job>[^/]+/[^/]+)/(?P<kind>[ev])(?P<epoch>[0-9]{1,9})(-[0-9a-f]+)?/t(?P<index>[0-9]{1,9})")
 
@@ -229,6 +232,18 @@ def derive_seed(*parts: str | int) -> int:
     """A 63-bit seed from its parts; equal parts give the equal seed on every machine."""
     text = "\x1f".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def seeder(*parts: str | int) -> Callable[[str], int]:
+    """`derive_seed(*parts, last)` as a function of the last part; the others are hashed once."""
+    begun = hashlib.sha256("\x1f".join([*map(str, parts), ""]).encode())
+
+    def seed(last: str) -> int:
+        whole = begun.copy()
+        whole.update(last.encode())
+        return int.from_bytes(whole.digest()[:8], "little") >> 1
+
+    return seed
 
 
 @functools.lru_cache(maxsize=1024)

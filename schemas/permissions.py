@@ -8,7 +8,9 @@ anywhere.
 """
 
 import json
+import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, quote, unquote, urlsplit
@@ -77,7 +79,7 @@ class Permissions(NamedTuple):
             raise _refused(location, self.conceal(f"{FILE}{path}"))
 
     def model_path(self, written: str, location: str) -> str:
-        """A base model's folder or hub name with its `${NAME}` replaced.
+        """A base model's folder or hub name with its `${NAME}`, and a `~` at its beginning, replaced.
 
         Raises NotAllowedError for one that is neither listed nor below one that is, ConfigError as `expand` does.
         """
@@ -87,7 +89,7 @@ class Permissions(NamedTuple):
         listed = (entry.removeprefix(MODEL) for entry in self.allow if entry.startswith(MODEL))
         if not any(one in (path, written) or _is_in_folder(path, one) for one in listed):
             raise _refused(location, f"{MODEL}{written}")
-        return path
+        return os.path.expanduser(path)
 
     def expand(self, value: JsonValue, location: str, path: str) -> JsonValue:
         """`value` with its `${NAME}` replaced. `path`: where it stands, as `environment_path` or `evaluator_path` says.
@@ -111,6 +113,19 @@ class Permissions(NamedTuple):
 
 NOTHING = Permissions()
 """Registered names only."""
+
+
+def entries_in(text: str) -> tuple[str, ...]:
+    """The entries of a text with several: spaces and commas part them, except in quotes. Raises ConfigError."""
+    words = shlex.shlex(text, posix=True)
+    words.whitespace, words.whitespace_split, words.commenters = " ,\t\r\n", True, ""
+    try:
+        return tuple(words)
+    except ValueError as error:
+        raise ConfigError(
+            f"a quote or backslash in {shown(text)} has no end; quote whole entries of {ALLOW_VARIABLE}, as in "
+            "'command:PROGRAM ARGUMENTS'"
+        ) from error
 
 
 def check_entry(entry: str) -> None:

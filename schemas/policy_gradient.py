@@ -153,6 +153,7 @@ class PolicyGradientSettings(AlgorithmSettings):
             step_rewards=self.step_rewards == "process",
             flat_groups=self.advantage in TRAINS_ON_FLAT_GROUPS,
             nonnegative_rewards=self.advantage == "max_rl",
+            named_rewards=self.advantage == "gdpo",
         )
 
     @property

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, field_valida
 
 from rollstream.schemas.algorithms import Algorithm
 from rollstream.schemas.kafka import KafkaSection, KafkaSettings, connection, given
-from rollstream.schemas.permissions import check_entry
+from rollstream.schemas.permissions import check_entry, entries_in
 from rollstream.schemas.settings import Device, ModelSettings, OptimizerSettings, Settings
 
 
@@ -34,7 +34,7 @@ class ServiceSettings(Settings):
     @field_validator("allow", mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
-        return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+        return entries_in(value) if isinstance(value, str) else value
 
     @field_validator("allow")
     @classmethod
@@ -137,6 +137,8 @@ class TransformersSettings(EngineSettings):
     reused. `static`: a batch runs to its end. With `deterministic` each request is a batch of its own."""
     prefix_cache_mb: int = Field(default=512, ge=0)
     """Keys and values of earlier prompts and answers that a model group's weight version keeps; 0: none."""
+    kv_cache_mb: int | None = Field(default=None, ge=1)
+    """Keys and values of all sequences that are being generated; others wait. None: a share of the free memory."""
     full_copies: int = Field(default=1, ge=1, le=2)
     """Modules of a model group with full weights. With 2 a new version is used at once while the one before ends its
     sequences in memory of its own; with 1 it waits for these. Adapters need no second module."""
@@ -152,15 +154,9 @@ class ScriptedSettings(TransformersSettings):
 
     RECORDS_KEPT_IDS = False
     MEANINGLESS = (
-        "device",
-        "dtype",
-        "deterministic",
-        "threads",
-        "max_batch",
-        "batching",
-        "prefix_cache_mb",
+        "device", "dtype", "deterministic", "threads", "max_batch", "batching", "prefix_cache_mb", "kv_cache_mb",
         "full_copies",
-    )
+    )  # fmt: skip
 
     kind: Literal["scripted"] = "scripted"  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -210,7 +206,8 @@ class VllmSettings(EngineSettings):
     timeout_s: float = Field(default=600.0, gt=0, le=86400)
     """Timeout of one request."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=86400)
-    """Maximum time for a request or a version to wait while no server is ready."""
+    """Maximum time for a request or a version to wait while no server is ready, and for a server that we started to
+    serve: after it, that one is restarted."""
     load_timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """Maximum time for a server to load a version, once it has room for it. The other servers do not wait for it."""
     health_interval_s: float = Field(default=5.0, gt=0, le=3600)

@@ -1,7 +1,9 @@
 """Resolved settings that events carry: what a rollout, a plan or a job is to do. Values only, no secrets."""
 
+import functools
 import re
-from collections.abc import Mapping, MutableMapping
+import threading
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -54,6 +56,18 @@ def choose_cublas_workspace(env: MutableMapping[str, str]) -> None:
     To be called before the first product of a process: torch reads it then, and never again.
     """
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+MODEL_LOADING = threading.RLock()
+"""Held while transformers builds a model: meanwhile it replaces methods of its classes and torch's default dtype in the
+whole process. Two threads at once would leave them replaced, and later models without their tied weights.
+"""
+
+
+@functools.cache
+def own_threads(get_num_threads: Callable[[], int]) -> int:
+    """CPU threads that torch takes by itself: ask before a thread is given a number, which later ones begin with."""
+    return get_num_threads()
 
 
 def device_of(device: Device, num_gpus: int, where: str) -> str:
@@ -218,7 +232,8 @@ class ModelSettings(Settings):
     """Compute logits in float32 also where the model computes in bfloat16."""
     deterministic: bool = added(True)
     """Train with algorithms that give the same bits each time. False: whatever is fastest; where a version is trained
-    again with other bits, the published one counts (docs/performance.md).
+    again with other bits, the published one counts (docs/performance.md), and the learner keeps the versions since its
+    newest checkpoint.
     """
     compile: bool = added(False)
     """Compile the layers with torch.compile."""
@@ -304,10 +319,12 @@ class WarmStart(Settings):
     """
 
 
-NEWEST_REVISION: Literal[10] = 10
+NEWEST_REVISION: Literal[11] = 11
 """Value of `JobSettings.revision` in new jobs."""
 CORRECTED_SINCE = 10
 """The revision of the rules of losses and advantages that `JobSettings.revision` lists for 10."""
+BOUNDED_SINCE = 11
+"""The revision since which recorded log-ratios to the reference are bounded by token."""
 
 
 class JobSettings(Settings):
@@ -326,7 +343,7 @@ class JobSettings(Settings):
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
     """Fixed number of CPU threads; part of the conditions for an equal replay."""
-    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10] = added(1)
+    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] = added(1)
     """Rules by which the learner trains; a recorded job keeps those that it was trained by. Since 2, dropout is off
     where a ratio or a log-ratio is computed, and linear and cosine schedules reach `final_fraction` after the last
     step, so that the last step trains. Since 3, hidden states are gathered before the head and the head is applied to
@@ -337,7 +354,8 @@ class JobSettings(Settings):
     9, steps record how many tokens are how many versions old. Since 10, `max_rl` fails at a negative reward,
     `aggregation: constant` divides by the rows of each mini-batch, `reinforce_pp` normalises over trained tokens alone,
     log-ratios to a teacher are bounded on both sides, and two metrics count other tokens (`clip/divergence` of dppo,
-    `mismatch/log_ppl_diff`)."""
+    `mismatch/log_ppl_diff`). Since 11, each token's log-ratio of the policy that sampled to the reference is bounded on
+    both sides (the KL penalty of `reinforce_pp`, the sampled reference point of `kto`)."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""
 

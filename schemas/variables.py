@@ -8,6 +8,7 @@ import base64
 import json
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from urllib.parse import unquote
 
@@ -15,6 +16,8 @@ from pydantic import JsonValue
 
 from rollstream.schemas.errors import ConfigError
 
+MAX_MESSAGE = 500
+"""Characters of what others' code raised that an event holds."""
 MIN_SECRET_CHARS = 4
 """A shorter value is left in messages: to replace it would garble them and keep no secret."""
 MIN_PATH_CHARS = 12
@@ -107,6 +110,25 @@ def one_line(error: object, max_chars: int | None = 300) -> str:
     """
     line = " ".join(conceal(str(error)).split())
     return line if max_chars is None or len(line) <= max_chars else line[: max_chars - 3] + "..."
+
+
+def recordable(message: str, max_chars: int = MAX_MESSAGE) -> str:
+    """A message as an event can hold it: on one line without secrets, of a bounded length, and encodable."""
+    return one_line(encodable(message), max_chars)
+
+
+def traceback_of(error: BaseException) -> str:
+    """The lines of an exception's traceback, for a log."""
+    try:
+        lines = traceback.format_exception(error)
+    except Exception:  # noqa: BLE001 -- others' exceptions may raise where they are shown
+        lines = traceback.format_tb(error.__traceback__)
+    return encodable("\n" + "".join(lines).rstrip())
+
+
+def encodable(text: str) -> str:
+    """`text` with lone surrogates written out, which fit in no event and in no log."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _secret_names(env: Mapping[str, str]) -> set[str]:

@@ -1,5 +1,6 @@
 """Documented commands and queries: commands have the options that they are shown with, queries can be answered."""
 
+import asyncio
 import re
 import shlex
 from collections.abc import Iterator
@@ -8,8 +9,12 @@ from pathlib import Path
 import click
 import pytest
 
+from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.cli.main import rollstream
-from rollstream.metrics.projection.database import Database
+from rollstream.metrics.projection.database import Database, connect
+from rollstream.metrics.projection.projector import project_to_end
+from rollstream.schemas.events import StepTrained
+from tests.metrics.conftest import SyntheticRun
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -57,3 +62,23 @@ def test_every_query_of_the_documents_can_be_answered(tmp_path: Path) -> None:
             database.cursor().execute(query)
     finally:
         database.close()
+
+
+def test_the_idle_share_counts_a_version_that_has_one_of_the_phases_alone(tmp_path: Path) -> None:
+    """A rollback waits and fetches nothing."""
+    phases = ({"wait": 1.0, "fetch": 1.0, "forward_backward": 2.0}, {"wait": 10.0, "restore": 1.0}, {"fetch": 3.0})
+    left = iter(phases)
+    made = [
+        event.model_copy(update={"seconds": next(left)}) if isinstance(event, StepTrained) else event
+        for event in SyntheticRun().all_events()
+    ]
+    (query,) = [query for query in queries() if "the learner's time without work" in query]
+
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        await log.send_all(made)
+        await project_to_end(log, tmp_path / "metrics.duckdb")
+
+    asyncio.run(scenario())
+    with connect(tmp_path / "metrics.duckdb", read_only=True) as connection:
+        assert connection.execute(query).fetchall() == [("demo-000001", 15.0 / 18.0)]

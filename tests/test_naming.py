@@ -30,7 +30,6 @@ from tests.rigs.sources.words import banned_words, texts
 
 MAY_STAY_SMALL = {
     "harness/services/committed_offsets.py": "owns the format of a file in the workspace",
-    "harness/services/sole_use.py": "its importer is in another folder, on a higher floor",
     "learner/reading/letters.py": "a bounded cache of `dlq` with a lifetime of its own",
     "learner/reading/position.py": "owns the format of a file beside the checkpoints",
     "metrics/sql/landlock.py": "system calls by ctypes",
@@ -47,7 +46,7 @@ WITHOUT_SUITE = {
     "TrainerAdapter": "NAT's process and other backends: tests/end_to_end/nat, and external/test_other_backend.py",
 }
 """Interfaces whose implementations no suite compares, and why."""
-CALLED_BY_OTHERS = {"TrajectoryBuilder.compute_reward", "Trainer.get_metrics"}
+CALLED_BY_OTHERS = {"TrajectoryBuilder.compute_reward"}
 """Methods of NAT's interfaces that NAT and users' components call (docs/extending.md)."""
 REPEATED = {
     "access": "eventlog/kafka: to the broker; producers/openai: to the endpoint",
@@ -111,7 +110,8 @@ def test_sql_takes_no_id_apart_by_a_pattern_of_its_own() -> None:
     assert paths
     assert {str(path): found for path in paths if (found := in_sql(path.read_text(encoding="utf-8")))} == {}
     planted = ["regexp_extract(player, '^(.*)@', 1),", "split_part(group_id, '/', 1)"]
-    assert in_sql("\n".join([*planted, "regexp_extract(player, '^{PLAYER}$', 1)"])) == planted
+    ours = [f"regexp_extract(name, '^{pattern}$', 1)" for pattern in ("{PLAYER}", "{INDEXED}")]
+    assert in_sql("\n".join([*planted, *ours])) == planted
 
 
 def test_a_home_without_its_rule_is_found(tmp_path: Path, plant: Plant) -> None:

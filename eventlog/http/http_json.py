@@ -46,9 +46,18 @@ class TryAgainError(Exception):
         self.after_s = after_s
         self.status = status
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the server answered that it has no room for the request."""
+        return self.status is not None and self.status < 500
+
 
 class UnreachableError(TryAgainError):
     """The connection failed or broke off."""
+
+
+class NoAnswerError(TryAgainError):
+    """There was no whole answer within the time limit."""
 
 
 class RefusedError(ModelError):
@@ -68,6 +77,16 @@ class HttpAnswer(NamedTuple):
     body: bytes
 
 
+class Limit(NamedTuple):
+    """Maximum time for an answer, and the setting that it is from.
+
+    Empty: no configuration sets it, and a request that exceeded it is not tried again.
+    """
+
+    seconds: float
+    setting: str = "timeout_s"
+
+
 class HttpServer:
     """A server and how it is asked."""
 
@@ -78,7 +97,10 @@ class HttpServer:
         self.url = url
         self.name = url
         """Name of the server in errors."""
-        self._timeout_s = timeout_s
+        self.limit = Limit(timeout_s)
+        """Limit of a request that gives none."""
+        self.remedy = "check that it serves, or raise timeout_s or retries"
+        """Remedy where no try gets an answer."""
         self._key = key
         self._key_variable = key_variable
         self._proxy = proxy
@@ -101,15 +123,18 @@ class HttpServer:
     ) -> bytes:
         """The body of a 2xx answer, after so many tries at most. Raises ModelError, PromptTooLongError."""
         last: TryAgainError | None = None
+        number = 0
         for number in range(1, tries + 1):
             try:
                 return self.checked(await self.sent(method, path, body, max_bytes=max_bytes))
             except TryAgainError as error:
                 last = error
                 logger.info("try %d of %d: %s", number, tries, self.error(str(error)))
+                if isinstance(error, NoAnswerError) and not self.limit.setting:
+                    break
             if number < tries:
                 await asyncio.sleep(max(last.after_s, retry_wait_s * 2 ** (number - 1)))
-        raise self.error(f"{last} ({tries} tries); check that it serves, or raise timeout_s or retries") from last
+        raise self.error(f"{last} ({number} tries); {self.remedy}") from last
 
     async def sent(
         self,
@@ -117,13 +142,14 @@ class HttpServer:
         path: str,
         body: dict[str, Any] | None = None,
         *,
-        timeout_s: float | None = None,
+        limit: Limit | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
         headers: Mapping[str, str] | None = None,
         on_part: Callable[[bytes], None] | None = None,
     ) -> HttpAnswer:
         """An answer of any status. Raises TryAgainError if there is none, ModelError if it is too large.
 
+        `limit`: None: that of a request.
         `on_part`: given the body of an event stream in pieces as they come; what it raises ends the request.
         """
         if self._session is None:
@@ -132,7 +158,7 @@ class HttpServer:
             self._session = aiohttp.ClientSession(connector=connector)
         bears = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         declared = {} if body is None else {"Content-Type": "application/json"}
-        limit_s = timeout_s or self._timeout_s
+        limit = limit or self.limit
         try:
             async with self._session.request(
                 method,
@@ -141,7 +167,7 @@ class HttpServer:
                 headers={**declared, **bears, **(headers or {})},
                 allow_redirects=False,
                 proxy=self._proxy,
-                timeout=aiohttp.ClientTimeout(total=limit_s),
+                timeout=aiohttp.ClientTimeout(total=limit.seconds),
             ) as response:
                 parts = bytearray()
                 async for part in response.content.iter_any():
@@ -154,7 +180,8 @@ class HttpServer:
                         on_part(part)
                 return HttpAnswer(response.status, response.headers, bytes(parts))
         except TimeoutError as error:
-            raise TryAgainError(f"gave no answer within {limit_s:g} s (timeout_s)") from error
+            setting = f" ({limit.setting})" if limit.setting else ""
+            raise NoAnswerError(f"gave no answer within {limit.seconds:g} s{setting}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise UnreachableError(f"cannot be reached: {type(error).__name__}: {error}") from error
 

@@ -31,6 +31,7 @@ def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, w
     starts from, an engine has loaded or a checkpoint refers to. The weights of an open run are left to its learner.
     """
     from rollstream.eventlog.artifacts import ArtifactStore
+    from rollstream.eventlog.broker.broker import find_running
     from rollstream.eventlog.kafka.log import KafkaLog
     from rollstream.harness.services.workspace import EMBEDDED, Workspace, broker_of
     from rollstream.harness.upkeep.collecting import check_no_open_run, find, remove
@@ -39,11 +40,11 @@ def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, w
     store = ArtifactStore(artifact_uri or layout.artifact_uri())
     is_embedded = (bootstrap_servers or layout.remembered_broker()) == EMBEDDED
 
-    async def collect(kafka: "KafkaSettings") -> "UnneededFiles":
+    async def collect(kafka: "KafkaSettings", *, may_publish: bool) -> "UnneededFiles":
         async with KafkaLog(kafka, client_id="rollstream-gc") as log:
             unneeded = await find(log, store, layout.folder / "checkpoints")
             if not dry_run:
-                if not is_embedded:
+                if may_publish:
                     check_no_open_run(unneeded, kafka.bootstrap_servers)
                 await remove(log, store, unneeded)
             return unneeded
@@ -51,8 +52,10 @@ def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, w
     with ExitStack() as held:
         if not dry_run and layout.folder.is_dir():
             held.enter_context(layout.in_use("gc"))
+        # `serve learner`, which has no lock of the workspace, may use a broker that runs already
+        may_publish = not is_embedded or find_running(layout.folder) is not None
         with broker_of(layout, bootstrap_servers) as kafka:
-            _print_unneeded(asyncio.run(collect(kafka)), store.uri, is_removed=not dry_run)
+            _print_unneeded(asyncio.run(collect(kafka, may_publish=may_publish)), store.uri, is_removed=not dry_run)
             # the workspace is released, though other processes may still use the broker that was started here
             held.close()
 

@@ -35,6 +35,7 @@ def sql(query: str, form: str, output: Path | None, limit: int, workspace: Path)
     """Query the metrics with read-only SQL, during or after a run."""
     if form == "parquet" and output is None:
         raise QueryError("--format parquet needs --output FILE")
+    from rollstream.harness.cli.terminal import writing
     from rollstream.metrics.sql.client import query as ask
     from rollstream.metrics.sql.formats import FORMATS
 
@@ -43,7 +44,8 @@ def sql(query: str, form: str, output: Path | None, limit: int, workspace: Path)
     if result.is_cut:
         click.echo(f"result truncated to {len(result.rows)} rows; raise --limit, or aggregate", err=True)
     if output is not None:
-        output.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with writing(output):
+            output.write_bytes(text if isinstance(text, bytes) else text.encode())
         return
     sys.stdout.write(text if isinstance(text, str) else text.decode())
 
@@ -54,10 +56,12 @@ def sql(query: str, form: str, output: Path | None, limit: int, workspace: Path)
 @WORKSPACE
 def plot(run: str, output: Path | None, workspace: Path) -> None:
     """Plot a run's reward with its range, and the curriculum's percentile."""
+    from rollstream.harness.cli.terminal import writing
     from rollstream.metrics.plot import plot_run
 
     path = output or Path(f"{run}.png")
-    plot_run(workspace, run, path)
+    with writing(path):
+        plot_run(workspace, run, path)
     click.echo(str(path))
 
 

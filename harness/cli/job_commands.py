@@ -1,7 +1,6 @@
 """The command `jobs`: lists training jobs, shows one, cancels one. Options and formatting; the folds do the work."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +86,7 @@ async def find_job(log: "EventLog", job_id: str) -> "FineTuneJob":
     """A job as the log says it. Raises ConfigError for an id that the log does not have."""
     from rollstream.eventlog.reading import decoded, read_to_end
     from rollstream.learner.shared_model_group.group_view import view
-    from rollstream.schemas.events.weights import JobCancelled, JobEvent
+    from rollstream.schemas.events.weights import JobEvent
 
     async for record in read_to_end(log, "jobs"):
         received = decoded(record) if ids.is_key_of_run(record.key or b"", ids.run_of(job_id)) else None
@@ -95,17 +94,7 @@ async def find_job(log: "EventLog", job_id: str) -> "FineTuneJob":
         if isinstance(event, JobEvent) and event.job_id == job_id:
             group = await view(log, event.model_group)
             await group.close()
-            job, ended = group.state.job(job_id), group.state.run_ended
-            if ended is None or job.is_over:
-                return job
-            left = JobCancelled(
-                run_id=ended.run_id,
-                time_ms=ended.time_ms,
-                job_id=job_id,
-                model_group=event.model_group,
-                cause=JobCancelled.BY_END,
-            )
-            return replace(job, outcome=left)  # no learner was left to write it
+            return group.state.job(job_id)
     raise ConfigError(f"job {job_id} does not exist; `rollstream jobs` lists all jobs")
 
 

@@ -12,6 +12,7 @@ import sys
 
 import click
 
+from rollstream.eventlog.disk_space import FULL
 from rollstream.harness.services.optional_dependencies import missing
 from rollstream.metrics.sql.printable import printable_output
 from rollstream.producers.rollout.user_code import find_users_modules
@@ -111,6 +112,9 @@ def main() -> None:
 
 
 def _run() -> None:
+    # torch's threads would wait for each other by spinning: an engine and a learner that train beside each other, each
+    # with as many threads as the machine has cores, would take four times as long
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     find_users_modules()
     gc.set_threshold(COLLECT_AFTER)
     try:
@@ -140,6 +144,9 @@ def _run() -> None:
 def one_line(error: BaseException) -> str:
     """An error's message on one line without secrets, or its type if the message is empty; for an OSError, path and
     remedy."""
+    if isinstance(error, OSError) and error.errno in FULL and error.strerror == os.strerror(error.errno):
+        where = error.filename if isinstance(error.filename, str) else "output"
+        return variables.conceal(f"{where}: {error.strerror}; free some space there, or write to another disk")
     if isinstance(error, OSError) and isinstance(error.filename, str) and error.errno in ERRORS_OF_A_PATH:
         return variables.conceal(f"{error.filename}: {error.strerror}; correct the path or its permissions")
     return variables.one_line(error, None) or type(error).__name__

@@ -177,10 +177,11 @@ def _print_outcome(outcome: "WhatIfOutcome") -> None:
 def _project(kafka: "KafkaSettings", layout: Workspace, line: LiveLine) -> None:
     """Project the new run for `rollstream sql`; a failure to do so does not fail the what-if."""
     from rollstream.harness.replays.run import project
+    from rollstream.replay.source import Source
 
     line.show("bringing the metrics up to date")
     try:
-        run_in_order(project(kafka, layout))
+        run_in_order(project(Source(kafka), layout))
     except RollstreamError as error:
         line.print(f"this run is missing from the metrics: {error}; run `rollstream rebuild`")
 

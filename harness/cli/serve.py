@@ -50,7 +50,7 @@ TRUST = click.option(
     metavar="NAME",
     help="What records may name in addition to registered names: python:module.attribute, 'command:PROGRAM ARGUMENTS', "
     "${VARIABLE}, http://host:port/path, model:PATH or file:PATH. Repeatable. Environment: ROLLSTREAM_ALLOW, separated "
-    "by spaces.",
+    "by spaces; quote an entry that has some.",
 )
 def serve(service: str, name: str | None, settings: str | None, allow: tuple[str, ...]) -> None:
     """Run one long-running service until SIGTERM or Ctrl-C. ROLLSTREAM_WORKSPACE names its workspace (.rollstream).
@@ -66,7 +66,7 @@ def serve(service: str, name: str | None, settings: str | None, allow: tuple[str
     _configure_logging()
     given = serving.read_settings(settings) | ({"allow": allow} if allow else {})
     if service == "broker":
-        _serve_broker(Path(os.environ.get("ROLLSTREAM_WORKSPACE", ".rollstream")))
+        _serve_broker(Path(serving.workspace_of(os.environ)))
         return
     meant = serving.recording(service, given)
     found = serving.settings_of(meant, name or serving.name_of(service, given), given, os.environ)
@@ -97,7 +97,7 @@ def health(name: str, workspace: Path) -> None:
 
 
 def _configure_logging() -> None:
-    level = os.environ.get("ROLLSTREAM_LOG_LEVEL", "INFO").upper()
+    level = (os.environ.get("ROLLSTREAM_LOG_LEVEL") or "INFO").upper()
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(
             f"ROLLSTREAM_LOG_LEVEL={level} is not a log level; use DEBUG, INFO, WARNING, ERROR or CRITICAL"

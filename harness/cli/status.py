@@ -1,4 +1,4 @@
-"""The command `status`: services with their heartbeats, lag by topic, newest version by engine."""
+"""The command `status`: services with their heartbeats, lag by topic, newest version by model group and engine."""
 
 from collections.abc import Mapping
 
@@ -9,6 +9,7 @@ from rollstream.harness.runs.follower import read_runs
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.liveness import read_signs
 from rollstream.harness.services.workspace import Workspace
+from rollstream.schemas import ids
 from rollstream.schemas.errors import QueryError
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.topics import TOPICS
@@ -27,7 +28,12 @@ async def read_status(workspace: Workspace, kafka: KafkaSettings) -> str:
             ends |= {TopicPartition(topic, p): end for p, end in (await log.end_offsets(topic)).items()}
         committed = {(group, topics): await log.committed_offsets(group) for group, topics in groups.items()}
         runs = await read_runs(log)
-    parts = [f"log {kafka.bootstrap_servers}", _services(workspace), _lags(workspace, ends, committed), _engines(runs)]
+    parts = [
+        f"log {kafka.bootstrap_servers}",
+        _services(workspace),
+        _lags(workspace, ends, committed),
+        engines_table(runs),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -74,11 +80,12 @@ def _projected(workspace: Workspace) -> dict[TopicPartition, int] | None:
     return {TopicPartition(str(topic), int(partition)): int(offset) for topic, partition, offset in found.rows}
 
 
-def _engines(runs: list[Progress]) -> str:
+def engines_table(runs: list[Progress]) -> str:
+    """Newest version that each engine of an open run has loaded, by model group, and the newest published one."""
     rows = [
-        (progress.run_id, engine, version, progress.version)
+        (progress.run_id, ids.name_of(model_group), engine, version, progress.version_of(model_group))
         for progress in runs
         if progress.ended is None
-        for engine, version in progress.loaded.items()
+        for (model_group, engine), version in sorted(progress.engines.items())
     ]
-    return as_table(("run", "engine", "version", "newest"), rows) if rows else ""
+    return as_table(("run", "model_group", "engine", "version", "newest"), rows) if rows else ""

@@ -120,7 +120,7 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         run = self.run_config.run_configuration if self.run_config is not None else None
         file, named = getattr(run, "config_file", None), getattr(run, "dataset", None)
         section = ValidationSection(
-            dataset=dataset.section_of(Path(named), None) if named else None,
+            dataset=dataset.validation_section(Path(named), handle.config.dataset) if named else None,
             config=Path(file) if isinstance(file, str | Path) else None,
         )
         examples, settings = list(handle.examples), handle.spec.rollout

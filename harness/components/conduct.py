@@ -2,7 +2,9 @@
 ours.
 """
 
+import asyncio
 import logging
+from typing import Any
 
 from rollstream.harness.components import epochs, run_end
 from rollstream.harness.components.build import Components, as_component_error, components_of
@@ -13,7 +15,11 @@ from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.run_context import RunContext, RunRequest, WorkspaceLease
 from rollstream.harness.runs.run_handle import RunHandle, started_run
+from rollstream.schemas.errors import describe
 from rollstream.schemas.finetuning import FinetuneConfig
+
+MAX_METRICS = 10_000
+"""Characters of a trainer's metrics in the log."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +47,9 @@ async def conduct_components(handle: RunHandle, components: Components, finetune
         await trainer.initialize(finetune)
         if not isinstance(trainer, RollstreamTrainer):
             run_end.watch_curriculum(handle, trainer)
-        _, failed = await run_end.trained(handle, trainer.run(_num_epochs(handle, components, finetune)))
+        statuses, failed = await run_end.trained(handle, trainer.run(_num_epochs(handle, components, finetune)))
         await run_end.finalize_run(handle, is_completed=failed is None, message=failed or "")
+        await _log_metrics(trainer, statuses)
     except Exception as error:
         if not handle.is_over:
             raise
@@ -50,6 +57,22 @@ async def conduct_components(handle: RunHandle, components: Components, finetune
     finally:
         await _clean_up(trainer)
     return handle.progress
+
+
+async def _log_metrics(trainer: Trainer, statuses: list[Any]) -> None:
+    """Log the metrics of the run that the last status names, as NAT does; an error here does not change its outcome."""
+    if not statuses:
+        return
+    run_id = statuses[-1].run_id
+    try:
+        async with asyncio.timeout(run_end.GRACE_S):
+            text = repr(await trainer.get_metrics(run_id))
+    except Exception as error:
+        logger.warning("run=%s: the trainer's get_metrics failed: %s", run_id, describe(error))
+        logger.info("traceback of get_metrics", exc_info=error)
+        return
+    omitted = f"... ({len(text) - MAX_METRICS} more characters)" if len(text) > MAX_METRICS else ""
+    logger.info("metrics of run %s: %s%s", run_id, text[:MAX_METRICS], omitted)
 
 
 async def _clean_up(trainer: Trainer) -> None:

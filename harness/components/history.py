@@ -46,7 +46,7 @@ class EpochFiles:
     """Histories of one run, in memory and in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = Path(os.path.expanduser(folder))  # that of NAT's own harness may begin with ~
         self.rewards: list[dict[str, Any]] = []
         self.validations: list[dict[str, Any]] = []
         self._metrics: Path | None = None
@@ -58,10 +58,11 @@ class EpochFiles:
     def resume(self, run_id: str, first_epoch: int) -> None:
         """Load this run's history of the epochs before `first_epoch`; files of other runs are replaced."""
         self.rewards = [_history(row) for row in self._rows(self.folder / METRICS, run_id, first_epoch)]
-        if not self.rewards:
-            return
-        self._is_plot_behind = True
-        self.validations = [row for row in _read(self.folder / VALIDATIONS) if row.get("epoch", -1) < first_epoch]
+        validations = [row for row in _read(self.folder / VALIDATIONS) if row.get("epoch", -1) < first_epoch]
+        unnamed = run_id if self.rewards else None
+        """Owner of rows that an earlier release wrote."""
+        self.validations = [row for row in validations if row.get(RUN, unnamed) == run_id]
+        self._is_plot_behind = bool(self.rewards or self.validations)
 
     @contextmanager
     def in_folder(self, folder: Path | None) -> Iterator[None]:
@@ -109,9 +110,9 @@ class EpochFiles:
         if self._is_plot_behind:
             self.plot(run_id)
 
-    def add_validation(self, epoch: int, result: Mapping[str, Any]) -> None:
+    def add_validation(self, run_id: str, epoch: int, result: Mapping[str, Any]) -> None:
         """Record a validation, or the reason why it failed. Raises OSError like `add_epoch`."""
-        row, path = {"epoch": epoch, "timestamp": _now(), **result}, self.folder / VALIDATIONS
+        row, path = {"epoch": epoch, "timestamp": _now(), RUN: run_id, **result}, self.folder / VALIDATIONS
         is_next = self._validations == path and epoch > self.validations[-1]["epoch"]
         self.validations = [*(old for old in self.validations if old["epoch"] != epoch), row]
         if not is_next or not _append(path, row):

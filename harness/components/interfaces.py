@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from rollstream.processors.curate.candidates import mean, rollout_rewards
@@ -178,8 +179,10 @@ class Trainer(ABC):
             output = await self.trajectory_builder.run_eval()
             return {**self._calculate_validation_metrics(output), **metrics}
         except Exception as error:
-            reason = conceal(str(error) if isinstance(error, RollstreamError) else errors.describe(error))
-            _logger.warning("validation before epoch %d failed: %s", epoch, reason, exc_info=error)
+            is_known = isinstance(error, RollstreamError)
+            reason = conceal(str(error) if is_known else errors.describe(error))
+            traceback = None if is_known else error
+            _logger.warning("validation before epoch %d failed: %s", epoch, reason, exc_info=traceback)
             return {**metrics, "error": reason}
         finally:
             self.run_config.run_configuration = training
@@ -288,6 +291,10 @@ def validation_metrics(output: Any, reward: str | None) -> dict[str, Any]:
 def score_of(item: Any) -> float | None:
     """An evaluated item's score as a number; None if it is missing, not a number, or accompanied by an error."""
     score = item.score
-    if getattr(item, "error", None) or isinstance(score, bool) or not isinstance(score, int | float):
+    if getattr(item, "error", None) or isinstance(score, bool) or not isinstance(score, Real):  # numpy's, too
         return None
-    return float(score) if math.isfinite(score) else None
+    try:
+        found = float(score)
+    except (OverflowError, ValueError):
+        return None
+    return found if math.isfinite(found) else None

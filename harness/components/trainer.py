@@ -259,7 +259,7 @@ class RollstreamTrainer(Trainer):
         if epoch % run.validation_interval or any(row["epoch"] == epoch for row in self._files.validations):
             return
         result = await self.run_validation_evaluation(epoch, self._run_id)
-        await self._once_disk_allows(lambda: self._files.add_validation(epoch, result))
+        await self._once_disk_allows(lambda: self._files.add_validation(self._run_id, epoch, result))
         if self._needs_validation and "error" in result:
             raise RequiredValidationError(f"validation before epoch {epoch} failed: {result['error']}")
 

@@ -49,7 +49,7 @@ def trajectory_of(
     completions = completions_of(assembled.sequences)
     calls = [steps[index] for index in sorted(completions) if index in steps]
     episode = _episode(calls, completions)
-    shaped = _shaped(assembled.step_rewards, [call.step_index for call in calls])
+    shaped = _by_message(_shaped(assembled.step_rewards, [call.step_index for call in calls]), episode)
     trajectory = Trajectory(
         episode=episode,
         reward=member.reward,
@@ -151,6 +151,15 @@ def _shaped(step_rewards: Mapping[str, float], calls: Sequence[int]) -> list[flo
         index = max((n for n, call in enumerate(calls) if call <= int(step)), default=0)
         shaped[index] += value
     return shaped
+
+
+def _by_message(by_call: Sequence[float] | None, episode: Sequence[EpisodeItem]) -> list[float] | None:
+    """Rewards by assistant message: 0 for those of prompts, which no call sampled."""
+    if by_call is None:
+        return None
+    rewards = iter(by_call)
+    answers = [item for item in episode if item.role == EpisodeItemRole.ASSISTANT]
+    return [next(rewards) if CONTENT_SHA256 in (item.metadata or {}) else 0.0 for item in answers]
 
 
 def _list(value: Any) -> list[Any]:

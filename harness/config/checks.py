@@ -1,7 +1,8 @@
 """Checks that configuration values, which are stored as written, are JSON and contain no secrets in plain text.
 
-Also refuses models that are not there, a teacher of another vocabulary, what a run's planning does not support and what
-several processes do not train, and warns, once per process, of keys that are accepted but have no effect.
+Also refuses models that are not there, a teacher of another vocabulary, more rollouts than a record names, what a run's
+planning does not support and what several processes do not train, and warns, once per process, of keys that are
+accepted but have no effect.
 """
 
 import json
@@ -14,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.harness.config.secret_texts import is_secret, looks_random, secret_in
+from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
+from rollstream.schemas.base import Locator
 from rollstream.schemas.config import RunConfig, TrainerSection
 from rollstream.schemas.errors import ConfigError, ModelError
+from rollstream.schemas.events.training import AttemptOutcome, GroupClosed, MemberRef
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.permissions import URL, shown
 from rollstream.schemas.settings import JobSpec, Sampling
-from rollstream.schemas.variables import expand, is_secret_name
+from rollstream.schemas.topics import TOPICS
+from rollstream.schemas.variables import expand, is_secret_name, one_line
 
 MAX_DEPTH = 50
 WITH_TEMPLATE = ("transformers", "vllm")
@@ -165,6 +170,25 @@ def check_model(path: str, location: str, engine: str = "") -> None:
         raise ConfigError(f"{location}: folder {path} does not exist; give a transformers folder or a hub name")
 
 
+def check_hub(path: str, location: str) -> None:
+    """Raises ConfigError naming `location` for a model that is not a folder, nor in the hub's cache, nor on the hub.
+
+    Else services would find that, and the run would fail for good, also one that was resumed in another folder.
+    """
+    if Path(path).expanduser().is_dir():
+        return
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    try:
+        if not isinstance(try_to_load_from_cache(path, "config.json"), str):
+            hf_hub_download(path, "config.json")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{location}: {path} is neither a folder of {Path.cwd()} nor to be had from the hub: {one_line(error)}; "
+            "start the command in the folder that it is relative to, or correct it"
+        ) from error
+
+
 def _lacks_template(folder: Path) -> bool:
     """Whether a folder's tokenizer certainly has no chat template, as far as files say."""
     try:
@@ -229,6 +253,51 @@ def check_teacher(
         raise ConfigError(f"{location}_url: {error}") from error
     if no_answer:
         warn(f"{location}_url: {no_answer}; the learner will ask it again")
+
+
+def check_attempts(jobs: Iterable[JobSpec]) -> None:
+    """Raises ConfigError for a job whose groups have more rollouts than the record of their closing can name.
+
+    Further attempts do not count: `processors/assemble/bounds.py` leaves them out of a record that is too large.
+    """
+    limit = TOPICS[GroupClosed.TOPIC].max_record_bytes
+    for spec in (spec for spec in jobs if not spec.is_frozen):
+        size = _closing_bytes(spec)
+        if size > limit:
+            raise ConfigError(
+                f"job {spec.job_id}: the closing of a group of {spec.plan.num_generations + spec.plan.oversampling} "
+                f"rollouts would have {size} bytes, more than the {limit} of a record; lower num_generations or "
+                "oversampling, or shorten the run's name"
+            )
+
+
+def _closing_bytes(spec: JobSpec) -> int:
+    """Size of a group's closing that names one attempt of each rollout."""
+    plan, agents = spec.plan, spec.rollout.agents or {"agent": ""}
+    num_rollouts, num_attempts = plan.num_generations + plan.oversampling, spec.rollout.max_attempts
+    num_tasks = plan.tasks_per_epoch * (1 + plan.max_refills)
+    group_id = ids.group_id(ids.run_of(spec.job_id), ids.name_of(spec.job_id), plan.num_epochs, num_tasks)
+    rollout_id = ids.rollout_id(group_id, num_rollouts, num_attempts)
+    agent = max(agents, key=len)
+    member = MemberRef(
+        trajectory_id=ids.trajectory_id(rollout_id, agent),
+        rollout_id=rollout_id,
+        agent=agent,
+        member=num_rollouts,
+        digest="0" * 64,
+        reward=-0.30000000000000004,
+        num_tokens=10**5,
+        num_completion_tokens=10**5,
+        min_version=plan.num_epochs,
+        max_version=plan.num_epochs,
+    )
+    outcome = AttemptOutcome(
+        rollout_id=rollout_id, member=num_rollouts, attempt=num_attempts, outcome="failed", cause="engine_error"
+    )
+    where = Locator(partition=10, offset=10**9)
+    member_bytes = len(member.model_dump_json()) + len(where.model_dump_json()) + len(",,")
+    outcome_bytes = len(outcome.model_dump_json()) + len(",")
+    return plan.num_generations * len(agents) * member_bytes + num_rollouts * outcome_bytes
 
 
 def check_ranks(config: RunConfig, jobs: Iterable[JobSpec]) -> None:

@@ -54,6 +54,11 @@ def section_of(path: Path, section: DatasetSection | None) -> DatasetSection:
     return (section or DatasetSection(file_path=path)).model_copy(update={"file_path": path, "type": kind})
 
 
+def validation_section(path: Path, examples: DatasetSection | None) -> DatasetSection:
+    """The section of a validation dataset: the columns of the run's examples, but not their filter."""
+    return section_of(path, examples.model_copy(update={"filter": None}) if examples else None)
+
+
 def _is_wanted(row: Any, chosen: DatasetFilter | None) -> bool:
     """Whether a row passes the filter; missing columns are ignored, and rows that are not objects are reported
     later."""
@@ -92,11 +97,18 @@ def _with_standard_names(inputs: dict[str, Any], location: str, structure: Datas
     return {**inputs, **standard}
 
 
-def examples_of(inputs: Iterable[Mapping[str, Any]], location: str) -> list[Example]:
+def examples_of(inputs: Iterable[object], location: str) -> list[Example]:
     """Examples made by an environment, with their own `id` or else numbered. Raises ConfigError."""
     return _unique(
-        [_example(dict(row), f"{location}, example {n}", "id", number=n) for n, row in enumerate(inputs)], location
+        [_example(_made(row, f"{location}, example {n}"), location, "id", number=n) for n, row in enumerate(inputs)],
+        location,
     )
+
+
+def _made(row: object, location: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{location}: is {row!r:.80}; return a mapping of inputs for each example")
+    return dict(cast("Mapping[str, Any]", row))
 
 
 def to_json_lines(examples: Iterable[Example]) -> bytes:

@@ -388,9 +388,9 @@ def _validation(finetune: FinetuneConfig, examples: DatasetSection | None) -> Va
     assert run is not None
     if not run.validation_dataset and not run.validation_config_file:
         return None
-    alike = examples.model_copy(update={"filter": None}) if examples else None
+    named = run.validation_dataset
     return ValidationSection(
-        dataset=dataset.section_of(Path(run.validation_dataset), alike) if run.validation_dataset else None,
+        dataset=dataset.validation_section(Path(named), examples) if named else None,
         interval=run.validation_interval,
         config=Path(run.validation_config_file) if run.validation_config_file else None,
     )

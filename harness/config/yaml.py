@@ -1,6 +1,6 @@
-"""Reads YAML files: numbers of YAML 1.2, no duplicate keys, `base: other.yml` as defaults of a file, texts by
-`file://`. `${ENV}` is not expanded here but where a value is used. Also applies command-line changes to a configuration
-as written: `--override a.b.c value` and the run options.
+"""Reads YAML files: PyYAML's scalars, but `1e-5` is a number and dates are text; merge keys, no duplicate keys,
+`base: other.yml` as defaults of a file, texts by `file://`. `${ENV}` is not expanded here but where a value is used.
+Also applies command-line changes to a configuration as written: `--override a.b.c value` and the run options.
 """
 
 import re
@@ -18,21 +18,45 @@ FILE = "file://"
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".j2", ".jinja2", ".jinja", ".prompt", ".tpl", ".template"})
 """Suffixes of files whose text may replace a value; the text of a program may not."""
 
+NULLS = frozenset({"", "~", "null", "Null", "NULL"})
+_MERGE, _EQUALS = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"
+
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with the scalars of YAML 1.2 (`1e-5` is a number, `2024-02-01` is text) and without duplicate keys."""
+    """Safe YAML as PyYAML reads it (YAML 1.1: `012` is 10 and `no` is false), except that `1e-5` is a number,
+    `2024-02-01` is text and a key may not occur twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._checked: set[yaml.MappingNode] = set()
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As PyYAML's, which lets through what Python raises for a scalar, such as `!!int six` or `0b_`."""
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, AttributeError, OverflowError) as error:
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{node.value!r} is not a valid {kind}; correct it, or write text in quotes and without a tag"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace `<<: *anchor` by the keys of that mapping, which those of the mapping itself override."""
+        if node not in self._checked:  # merged keys, which may be repeated, are among those of a flattened mapping
+            self._checked.add(node)
+            self._check_keys(node)
+        super().flatten_mapping(node)
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            is_special = key_node.tag in (_MERGE, _EQUALS)
+            key = key_node.value if is_special else self.construct_object(key_node, deep=True)
             if isinstance(key, (list, dict)):
                 problem = "a key must be a string; check for a missing quote"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
             seen.add(key)
-        return super().construct_mapping(node, deep=deep)
 
 
 _Loader.add_implicit_resolver(
@@ -59,6 +83,8 @@ def parse(text: str, location: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{location}:{line} not valid YAML: {getattr(error, 'problem', error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{location}: nested too deeply; close its brackets, or use fewer levels") from error
 
 
 def merged(config: Mapping[str, JsonValue], changes: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
@@ -83,10 +109,11 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, JsonValue]:
         raise ConfigError(f"{path}: base: is {base!r}; give the path of a YAML file")
     chain = (*above, path.resolve())
     below = path.parent / base
+    if not below.is_file():
+        what = "is a link to no file" if below.is_symlink() else "does not exist"
+        raise ConfigError(f"{path}: base: file {below} {what}; correct its path")
     if below.resolve() in chain:
         raise ConfigError(f"{path}: base: {base} is circular: {' -> '.join(map(str, chain))}")
-    if not below.is_file():
-        raise ConfigError(f"{path}: base: file {below} does not exist; correct its path")
     return merged(_read(below, chain), content)
 
 
@@ -100,7 +127,10 @@ def _with_texts(value: Any, path: Path, location: str) -> Any:
         return [_with_texts(item, path, f"{location}.{index}") for index, item in enumerate(value)]
     if not (isinstance(value, str) and value.startswith(FILE)):
         return value
-    named = (path.parent / value.removeprefix(FILE)).resolve()
+    try:
+        named = (path.parent / value.removeprefix(FILE)).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a circular link, or an invalid name
+        raise ConfigError(f"{path}: {location}: {value}: cannot be read: {error}; correct its path") from error
     if named.suffix.lower() not in TEXT_SUFFIXES:
         raise ConfigError(
             f"{path}: {location}: {value}: only text files can be included ({', '.join(sorted(TEXT_SUFFIXES))})"
@@ -124,7 +154,7 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[tuple[str, str]
 
     Raises ConfigError naming the option and the wrong part of the path. Missing sections are created, but not named
     blocks (`trainers.X`), which nothing would use. Values are parsed as YAML; lists may also be separated by commas,
-    and text stays text.
+    and text stays text: in the place of one, only quotes, brackets, braces and null are YAML.
     """
     for key, value in overrides:
         _apply_one(written, key, value)
@@ -145,11 +175,11 @@ def _apply_one(written: dict[str, Any], key: str, value: str) -> None:
         raise ConfigError(f"--override {key}: give a dotted path such as finetuning.num_epochs")
     block: Any = written
     for depth, part in enumerate(parts[:-1], 1):
-        if depth == 2:
-            _check_named(block, parts, key)
         block = block.setdefault(part, {})
         if not isinstance(block, dict):
             raise ConfigError(f"--override {key}: {'.'.join(parts[:depth])} is a value, not a section")
+        if depth == 1:
+            _check_named(block, parts, key)
     block[parts[-1]] = _value(block.get(parts[-1]), value, key)
 
 
@@ -164,9 +194,9 @@ def _check_named(section: Mapping[str, Any], parts: Sequence[str], key: str) -> 
 
 
 def _value(before: Any, text: str, key: str) -> Any:
+    if isinstance(before, str) and not text.startswith(("[", "{", '"', "'")) and text not in NULLS:
+        return text
     value = parse(text, f"--override {key}")
     if isinstance(before, list) and isinstance(value, str):
         return [part.strip() for part in value.split(",")]
-    if isinstance(before, str) and isinstance(value, (bool, int, float)):
-        return text
     return value

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 from pydantic import SecretStr
-from pydantic_core import to_jsonable_python
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from rollstream.harness.components.interfaces import score_of
 from rollstream.harness.config.dataset import Example
@@ -100,7 +100,11 @@ class Workflow:
                 self._failures.report(f"example {item.id}: the workflow", error)
                 return (), conceal(f"the workflow raised {describe(error)}")
         item.trajectory = _nats(steps)
-        return tuple(IntermediateStep.model_validate(to_jsonable_python(step, fallback=str)) for step in steps), None
+        try:
+            return tuple(map(_ours, steps)), None
+        except (TypeError, ValueError) as error:
+            self._failures.report(f"example {item.id}: its steps", error)
+            return (), conceal(f"the workflow's steps cannot be recorded: {describe(error)}")
 
     async def _score(self, name: str, items: list[Any]) -> tuple[dict[str, float], str | None]:
         """Scores by item id, where available, and the evaluator's exception, if any."""
@@ -151,6 +155,15 @@ def _text(runner: Any, output: Any) -> Any:
     with suppress(ValueError):
         output = runner.convert(output, to_type=str)
     return output.model_dump_json(indent=2) if isinstance(output, BaseModel) else output
+
+
+def _ours(step: Any) -> IntermediateStep:
+    """A step as the log has it; bytes that are not UTF-8, such as an image, as base64."""
+    try:
+        plain = to_jsonable_python(step, fallback=str)
+    except (PydanticSerializationError, UnicodeDecodeError):
+        plain = to_jsonable_python(step.model_dump(), fallback=str, bytes_mode="base64")  # a model has its own mode
+    return IntermediateStep.model_validate(plain)
 
 
 def _nats(steps: Sequence[Any]) -> list[Any]:

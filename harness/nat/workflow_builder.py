@@ -22,6 +22,7 @@ from rollstream.harness.runs.preflight import token_of
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.harness.services.addresses import url_host
 from rollstream.producers.traces.spans import Selection, recorded_steps
+from rollstream.schemas.errors import describe
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.events.recorded import RecordedGroup, RecordedReward, RecordedRollout
 
@@ -104,4 +105,8 @@ def _rollout(name: str, played: Played, selection: Selection) -> RecordedRollout
     if played.error is not None:
         return RecordedRollout(source_id=name, error=played.error)
     rewards = () if played.score is None else (RecordedReward(value=played.score),)
-    return RecordedRollout(source_id=name, steps=tuple(recorded_steps(played.steps, selection)), rewards=rewards)
+    try:
+        steps = tuple(recorded_steps(played.steps, selection))
+    except (TypeError, ValueError) as error:  # of values that a log cannot hold
+        return RecordedRollout(source_id=name, error=f"the steps cannot be recorded: {describe(error)}")
+    return RecordedRollout(source_id=name, steps=steps, rewards=rewards)

@@ -9,13 +9,15 @@ A line is one JSON object of these:
 - `{"rollout_id", "reward": ...}`: the reward of a rollout on other lines.
 
 A rollout's line may also have `inputs` (or `question`, `answer`), `rewards` by name, `step_rewards` by the
-step's UUID, and `error`, which makes it a failed attempt.
+step's UUID, and `error`, which makes it a failed attempt. What is equal on several lines counts once.
 """
 
+import codecs
 import hashlib
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +34,10 @@ ROLLOUT_KEYS = {
     *("rollout_id", "example_id", "steps", "step", "reward", "rewards", "step_rewards", "error"),
     *("inputs", "question", "answer"),
 }
+FEW_NESTED = 200
+"""A line with fewer arrays and objects cannot be nested too deeply."""
+LEVELS_AROUND = 16
+"""Levels that a record has around the values of a line, at most."""
 KEYS = ("workflow_run_id", "conversation_id")
 """Keys of NAT's `provided_metadata` that assign the steps of a file to rollouts."""
 
@@ -84,7 +90,7 @@ class _Gathered:
     example_id: str | None = None
     inputs: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     steps: list[IntermediateStep] = field(default_factory=list[IntermediateStep])
-    rewards: list[RecordedReward] = field(default_factory=list[RecordedReward])
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
     step_rewards: dict[str, float] = field(default_factory=dict[str, float])
     error: str | None = None
 
@@ -96,6 +102,8 @@ def read_lines(
     reader = _Reader(key)
     bad: list[BadLine] = []
     for number, raw in enumerate(lines, 1):
+        if number == 1:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
         if not raw.strip():
             continue
         try:
@@ -104,7 +112,7 @@ def read_lines(
             bad.append(BadLine(number, raw, _reason(error)))
     members: dict[str, list[RecordedRollout]] = {}
     inputs: dict[str, dict[str, JsonValue]] = {}
-    for name, gathered in reader.rollouts.items():
+    for name, gathered in reader.named():
         example_id = gathered.example_id or _example_of(gathered) or name
         members.setdefault(example_id, []).append(_rollout(name, gathered, selection))
         inputs.setdefault(example_id, {}).update(gathered.inputs or _question_of(gathered))
@@ -118,7 +126,8 @@ class _Reader:
     """Groups lines by rollout."""
 
     def __init__(self, key: str) -> None:
-        self.rollouts: dict[str, _Gathered] = {}
+        self.rollouts: dict[str | int, _Gathered] = {}
+        """Rollouts by name, or by number where a line has none."""
         self._key = key
         self._owners: dict[str, str] = {}
         """Rollout by the id of a span or function in it."""
@@ -131,6 +140,7 @@ class _Reader:
             raise _Unusable(f"not valid JSON: {error}") from error
         if not isinstance(found, dict):
             raise _Unusable("not a JSON object")
+        _check_depth(raw, found)
         if STEP_KEYS & found.keys():
             step = IntermediateStep.model_validate(found)
             self._gathered(self._owner(step)).steps.append(step)
@@ -139,7 +149,16 @@ class _Reader:
         else:
             raise _Unusable("expected an intermediate step (payload, ...) or a rollout (rollout_id, steps, reward)")
 
-    def _gathered(self, name: str) -> _Gathered:
+    def named(self) -> Iterator[tuple[str, _Gathered]]:
+        """All rollouts; one without a name has its number among all, or the next one that no other has."""
+        taken = {name for name in self.rollouts if isinstance(name, str)}
+        for number, (name, gathered) in enumerate(self.rollouts.items(), 1):
+            if isinstance(name, int):
+                name = next(free for count in itertools.count(number) if (free := f"rollout-{count}") not in taken)
+                taken.add(name)
+            yield name, gathered
+
+    def _gathered(self, name: str | int) -> _Gathered:
         return self.rollouts.setdefault(name, _Gathered())
 
     def _owner(self, step: IntermediateStep) -> str:
@@ -161,22 +180,52 @@ class _Reader:
         if unknown:
             raise _Unusable(f"unknown key {unknown[0]!r}; known keys: {', '.join(sorted(ROLLOUT_KEYS))}")
         name = found.get("rollout_id")
-        name = f"rollout-{len(self.rollouts) + 1}" if name is None else str(name)
+        name = len(self.rollouts) if name is None else str(name)
+        if "step" in found and "steps" in found:
+            raise _Unusable("both step and steps; give the one step as one of steps")
         raw_steps = [found["step"]] if "step" in found else found.get("steps", [])
         if not isinstance(raw_steps, list):
             raise _Unusable("steps: must be a list")
         steps = [IntermediateStep.model_validate(step) for step in raw_steps]
         rewards, by_step = _rewards(found), _numbers(found, "step_rewards")
         inputs = _inputs(found)
+        example = {} if found.get("example_id") is None else {"example_id": str(found["example_id"])}
+        if name in self.rollouts:
+            before = self.rollouts[name]
+            example_before = {} if before.example_id is None else {"example_id": before.example_id}
+            where = f"on an earlier line of {name}"
+            _check_same("reward ", rewards, before.rewards, where)
+            _check_same("step reward ", by_step, before.step_rewards, where)
+            _check_same("input ", inputs, before.inputs, where)
+            _check_same("", example, example_before, where)
         gathered = self._gathered(name)
         gathered.steps += steps
-        gathered.rewards += rewards
+        gathered.rewards |= rewards
         gathered.step_rewards |= by_step
         gathered.inputs |= inputs
-        if found.get("example_id") is not None:
-            gathered.example_id = str(found["example_id"])
+        gathered.example_id = example.get("example_id", gathered.example_id)
         if found.get("error") is not None:
             gathered.error = str(found["error"])
+
+
+def _check_same(kind: str, given: Mapping[str, object], before: Mapping[str, object], where: str) -> None:
+    """Raises _Unusable for a value that another one contradicts."""
+    for key, value in given.items():
+        if key in before and before[key] != value:
+            raise _Unusable(f"{kind}{key!r} is {value!r}, and {before[key]!r} {where}; give it once")
+
+
+def _check_depth(raw: bytes, found: dict[str, Any]) -> None:
+    """Raises _Unusable for a line that JSON can be read from but, within a record, not written to again."""
+    if raw.count(b"[") + raw.count(b"{") < FEW_NESTED:
+        return
+    within: object = found
+    for _ in range(LEVELS_AROUND):
+        within = [within]
+    try:
+        orjson.dumps(within)
+    except orjson.JSONEncodeError as error:
+        raise _Unusable("nested too deeply to be recorded; use fewer levels of lists and objects") from error
 
 
 def _rollout(name: str, gathered: _Gathered, selection: Selection) -> RecordedRollout:
@@ -193,15 +242,17 @@ def _rollout(name: str, gathered: _Gathered, selection: Selection) -> RecordedRo
         RecordedReward(value=value, name="step_reward", step=index_of[uuid])
         for uuid, value in gathered.step_rewards.items()
     ]
-    rewards = (*gathered.rewards, *by_step, *scores(steps, selection))
+    given = [RecordedReward(value=value, name=name) for name, value in gathered.rewards.items()]
+    rewards = (*given, *by_step, *scores(steps, selection))
     return RecordedRollout(source_id=name, steps=tuple(steps), rewards=rewards)
 
 
-def _rewards(found: dict[str, Any]) -> list[RecordedReward]:
+def _rewards(found: dict[str, Any]) -> dict[str, float]:
     reward = found.get("reward")
     by_name = {} if reward is None else reward if isinstance(reward, dict) else {"reward": reward}
-    by_name = _numbers({"reward": by_name}, "reward") | _numbers(found, "rewards")
-    return [RecordedReward(value=value, name=name) for name, value in by_name.items()]
+    own, others = _numbers({"reward": by_name}, "reward"), _numbers(found, "rewards")
+    _check_same("reward ", others, own, "as the line's reward")
+    return own | others
 
 
 def _numbers(found: dict[str, Any], key: str) -> dict[str, float]:

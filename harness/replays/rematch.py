@@ -139,7 +139,8 @@ async def play(
     recorded = players_of(events, task, member)
     players = replaced(task, recorded, versions, environment_of(config).SCRIPTED)
     permissions = permissions_of(config)
-    await OpponentWeights(log, artifacts, engine, permissions=permissions).hold(sorted({*players.values()}), 1)
+    opponents = OpponentWeights(log, artifacts, engine, permissions=permissions)
+    await opponents.hold(sorted({*players.values()}), 1, task.run_id)
     played: list[Event] = []
 
     async def emit(event: Event) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.topic_ids import check_topics
 from rollstream.harness.replays.kept import check_ends
+from rollstream.harness.runs.outcome import let_metrics_catch_up
 from rollstream.harness.runs.stored_config import TRUST
 from rollstream.harness.services.workspace import Workspace
 from rollstream.replay.assembly import prepare_processes
@@ -21,7 +22,15 @@ from rollstream.replay.verify import verify
 from rollstream.schemas.errors import ConfigError, NotAllowedError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted
 from rollstream.schemas.kafka import KafkaSettings
-from rollstream.schemas.permissions import ALLOW_VARIABLE, CODE, Permissions, named_by_algorithm, names_of, shown
+from rollstream.schemas.permissions import (
+    ALLOW_VARIABLE,
+    CODE,
+    Permissions,
+    entries_in,
+    named_by_algorithm,
+    names_of,
+    shown,
+)
 
 if TYPE_CHECKING:
     from rollstream.harness.replays.what_if import WhatIfOutcome
@@ -113,7 +122,7 @@ def _permissions(events: RunEvents, *, trust: bool) -> Permissions:
     jobs = [job.settings for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted)]
     named = {name: ("model.path", "expanded") for job in jobs for name in names_of(job.model.path)}
     named |= {name: ("algorithm", "imported") for job in jobs for name in named_by_algorithm(job.algorithm.name)}
-    allowed = {*os.environ.get(ALLOW_VARIABLE, "").replace(",", " ").split()}
+    allowed = {*entries_in(os.environ.get(ALLOW_VARIABLE, ""))}
     for name in () if trust else sorted(named.keys() - allowed):
         location, what = named[name]
         shown_as = shown(name) if name.startswith(CODE) else name
@@ -169,13 +178,20 @@ async def _ensure_topics(kafka: KafkaSettings, layout: Workspace, num_partitions
         check_topics(layout.folder, await log.cluster_id(), await log.topic_ids())
 
 
-async def project(kafka: KafkaSettings, layout: Workspace) -> None:
-    """Project the log into a workspace's metrics file, if no service does. Raises LogError, MetricsFileError."""
-    from rollstream.metrics.projection.database import metrics_file
+async def project(source: Source, layout: Workspace) -> None:
+    """Project the log into a workspace's metrics file, or wait until the service that has the file has done so.
+
+    Raises LogError, MetricsFileError.
+    """
+    from rollstream.metrics.projection.database import FileInUseError, metrics_file
     from rollstream.metrics.projection.projector import project_to_end
 
-    async with Source(kafka).open() as (log, _):
-        await project_to_end(log, metrics_file(layout.folder))
+    async with source.open() as (log, _):
+        try:
+            await project_to_end(log, metrics_file(layout.folder))
+        except FileInUseError:
+            if not await let_metrics_catch_up(layout.folder):  # whoever had the file did not project it
+                await project_to_end(log, metrics_file(layout.folder))
 
 
 def versions_of_epoch(events: RunEvents, epoch: int) -> tuple[int, int]:

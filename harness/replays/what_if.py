@@ -4,9 +4,10 @@ The result is a new run with manifests, versions and metrics, but without rollou
 from the same log or from an export, see `replay.what_if.imports`.
 """
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +21,7 @@ from rollstream.harness.config.checks import check_model, check_values
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.config.rewards import permissions_of, weights_of
 from rollstream.harness.config.yaml import merged, read_yaml
+from rollstream.harness.runs.driver import give_signs_of_life
 from rollstream.harness.runs.plan import planned_as
 from rollstream.harness.runs.preflight import check_rewards, check_temperature
 from rollstream.harness.runs.stored_config import check_stored
@@ -41,6 +43,7 @@ from rollstream.schemas.events import (
     GroupClosed,
     JobStarted,
     JobSubmitted,
+    RunStarted,
     StepTrained,
     TaskRequested,
     WeightsPublished,
@@ -100,20 +103,7 @@ async def what_if(
     on_progress("planning")
     records = events.by_topic["groups"]
     made = what_if_plan.replan(records, recorded, spec, run_id, rewards, {started.run_id: dataset})
-    begun = started.model_copy(
-        update={
-            "run_id": run_id,
-            "time_ms": time.time_ns() // 1_000_000,
-            "name": f"{started.name}-what-if",
-            "config": written,
-            "num_partitions": await log.num_partitions("trajectories"),
-            "cluster_id": await log.cluster_id(),
-            "parent": ForkPoint(run_id=started.run_id, version=recorded.base_version),
-            "is_what_if": True,
-            "library_versions": library_versions(),
-            "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-    )
+    begun = await _begun(log, started, run_id, written, recorded)
     planned = made.events
     base = base.model_copy(update={"artifact": bring_artifact(source, artifacts, base.artifact)})
     if exported is not None:
@@ -121,11 +111,35 @@ async def what_if(
         begun = begun.model_copy(update={"dataset": bring_artifact(exported, artifacts, started.dataset)})
         planned = await bring_trajectories(exported, log, planned)
     scores = moved_scores(source.log, events, planned)
-    await train_planned(
-        log, artifacts, begun, spec, base, planned, checkpoints, on_progress, permissions_of(config), scores
-    )
+    signs = asyncio.create_task(give_signs_of_life(log, begun, is_new=True))
+    try:
+        await train_planned(
+            log, artifacts, begun, spec, base, planned, checkpoints, on_progress, permissions_of(config), scores
+        )
+    finally:
+        signs.cancel()
+        await asyncio.wait({signs})
     old, new = _metrics(events, recorded.job_id), _metrics(await read_run(log, run_id), spec.job_id)
-    return WhatIfOutcome(run_id, made.num_batches, made.rejected, _means(old), _means(new))
+    return WhatIfOutcome(run_id, made.num_batches, made.rejected, means(old), means(new))
+
+
+async def _begun(
+    log: EventLog, parent: RunStarted, run_id: str, written: dict[str, JsonValue], recorded: JobStarted
+) -> RunStarted:
+    return parent.model_copy(
+        update={
+            "run_id": run_id,
+            "time_ms": time.time_ns() // 1_000_000,
+            "name": f"{parent.name}-what-if",
+            "config": written,
+            "num_partitions": await log.num_partitions("trajectories"),
+            "cluster_id": await log.cluster_id(),
+            "parent": ForkPoint(run_id=parent.run_id, version=recorded.base_version),
+            "is_what_if": True,
+            "library_versions": library_versions(),
+            "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+    )
 
 
 def _of_first_group(config: RunConfig) -> RunConfig:
@@ -276,9 +290,7 @@ def _metrics(events: RunEvents, job_id: str) -> list[dict[str, float]]:
     return [step.metrics for step, _ in steps if step.job_id == job_id]
 
 
-def _means(steps: list[dict[str, float]]) -> dict[str, float]:
-    return {
-        name: sum(step[name] for step in steps if name in step) / len(steps)
-        for name in COMPARED
-        if any(name in step for step in steps)
-    }
+def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each compared metric over the steps that have it: one that adopted an earlier version has none."""
+    found = {name: [step[name] for step in steps if name in step] for name in COMPARED}
+    return {name: sum(values) / len(values) for name, values in found.items() if values}

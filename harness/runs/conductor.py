@@ -28,7 +28,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import LogError, RunFailedError
-from rollstream.schemas.events import EpochStarted, GroupClosed, RolloutFailed
+from rollstream.schemas.events import EpochStarted, GroupClosed, RolloutFailed, RunStarted
 
 POLL_S = 0.5
 MAX_SENT = 20_000
@@ -149,8 +149,10 @@ class Conductor:
     async def announce(
         self, may_start_epoch: Callable[[], bool] = lambda: True, validation: Validation | None = None
     ) -> None:
-        """Write what the log lacks at this moment for the run to go on: a new run and its first job at first.
+        """Write what the log lacks at this moment for the run to go on: a new run at first, then its first job.
 
+        The run's start is acknowledged before its jobs are sent: they are in another topic, and a job without its run's
+        start could be all that a kill leaves.
         An epoch whose validation an evaluation gate judges begins once that is over.
         """
         progress = self.progress
@@ -159,7 +161,9 @@ class Conductor:
             events = [event for event in events if not _is_held(event, validation, progress)]
         if any(isinstance(event, EpochStarted) for event in events) and not may_start_epoch():
             return
-        await self.send(await located(self.log, progress, events))
+        events = await located(self.log, progress, events)
+        await self.send([event for event in events if isinstance(event, RunStarted)])
+        await self.send(events)
 
     async def send(self, events: Sequence[Event]) -> None:
         """Write events that this process has not written yet, in order; returns when they are acknowledged."""

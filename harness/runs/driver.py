@@ -4,13 +4,15 @@
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rollstream.eventlog.codec import content_digest
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.run_offsets import ends_now
+from rollstream.harness.runs.follower import records_of
 from rollstream.harness.runs.outcome import reason_of, reason_of_job
 from rollstream.harness.runs.progress import NOTHING_PUBLISHED, Progress
 from rollstream.harness.runs.validation import Validation
@@ -78,13 +80,29 @@ async def located(log: EventLog, progress: Progress, events: Sequence[Event]) ->
     """Events that `lacking` names, ready to be sent: jobs say where the topics ended before their run began."""
     if not any(isinstance(event, JobSubmitted) for event in events):
         return list(events)
-    known = next((job.submitted.start_offsets for job in progress.jobs.values() if job.submitted is not None), None)
-    is_beginning = any(isinstance(event, RunStarted) for event in events)
-    offsets = await ends_now(log) if is_beginning else known
+    if any(isinstance(event, RunStarted) for event in events):
+        offsets: Mapping[str, int] | None = await ends_now(log)
+    elif progress.jobs or progress.published:
+        offsets = next((job.submitted.start_offsets for job in progress.jobs.values() if job.submitted), None)
+    else:
+        offsets = await _ends_of_begun(log, progress.run_id)
     return [
         event.model_copy(update={"start_offsets": offsets}) if isinstance(event, JobSubmitted) else event
         for event in events
     ]
+
+
+async def _ends_of_begun(log: EventLog, run_id: str) -> dict[str, int] | None:
+    """Start offsets of a run of which the log has only the beginning: a kill came before its first job.
+
+    Nothing of the run is in the topics other than `groups`, since it follows from a job. None if the beginning is gone.
+    """
+    offsets = await ends_now(log)
+    async with contextlib.aclosing(records_of(log, "groups", run_id, run_id)) as records:
+        async for received in records:
+            if isinstance(received.event, RunStarted):
+                return {**offsets, "groups": received.position.offset}
+    return None
 
 
 def reason_to_stop(progress: Progress, jobs: Sequence[JobSpec]) -> str | None:

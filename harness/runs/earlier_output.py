@@ -1,4 +1,4 @@
-"""Moves the files of an earlier run in `output_dir` away when a new run starts.
+"""Moves the files of another run in `output_dir` away when a run starts or goes on.
 
 A folder never mixes two runs: the histories of a failed run would otherwise lie next to the model of another one.
 """
@@ -6,9 +6,12 @@ A folder never mixes two runs: the histories of a failed run would otherwise lie
 import itertools
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from rollstream.eventlog.files import move
+import orjson
+
+from rollstream.eventlog.files import move, write_whole
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.variables import expand
@@ -18,10 +21,14 @@ REWARDS = "reward_history.json"
 VALIDATIONS = "validation_history.json"
 CURRICULUM = "curriculum_state.json"
 PLOT = "reward_plot.png"
+GROUPS = "model_groups.json"
+"""Names of the folders in `output_dir` that hold a run's models; only of a run that trains several model groups."""
+OWNER = "run_id.txt"
+"""The run that the other files of `output_dir` are of."""
 EARLIER = "earlier"
 """Folder inside `output_dir`, with a number where there is one already: nothing is ever removed."""
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
-HISTORIES = (METRICS, REWARDS, VALIDATIONS, CURRICULUM, PLOT)
+HISTORIES = (METRICS, REWARDS, VALIDATIONS, CURRICULUM, PLOT, GROUPS)
 BESIDE_WEIGHTS = (
     "model.safetensors.index.json",
     "adapter_config.json",
@@ -36,21 +43,97 @@ BESIDE_WEIGHTS = (
 )
 
 
+def take_output_dir(
+    config: RunConfig, run_id: str, *, is_new: bool, env: Mapping[str, str] = os.environ
+) -> Path | None:
+    """Leave in `output_dir` no files of another run; returns the folder that they were moved to, None if none were.
+
+    What was moved away of a run that goes on is moved back.
+    """
+    folder = config.finetuning.output_dir
+    owner = _owner(folder)
+    earlier = move_earlier_output(config, env) if is_new or owner not in (None, run_id) else None
+    if not is_new and owner != run_id:  # none, too: a kill may have come in between
+        _bring_back(folder, run_id)
+    if owner != run_id:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / OWNER, run_id.encode(), is_private=False)
+    return earlier
+
+
+def _owner(folder: Path) -> str | None:
+    try:
+        return (folder / OWNER).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _bring_back(folder: Path, run_id: str) -> None:
+    """Move a run's files back, the one that names the run last: after a kill the next call goes on."""
+    for earlier in sorted(folder.glob(f"{EARLIER}*")):
+        if _owner(earlier) == run_id:
+            paths = [path for path in earlier.rglob("*") if path.is_file()]
+            for path in sorted(paths, key=lambda path: path == earlier / OWNER):
+                target = folder / path.relative_to(earlier)
+                target.parent.mkdir(exist_ok=True)
+                move(path, target)
+            return
+
+
 def move_earlier_output(config: RunConfig, env: Mapping[str, str] = os.environ) -> Path | None:
     """Move model and histories of an earlier run into `earlier`, `earlier-2`, ...; returns that folder, None if there
     was nothing to move.
 
-    Other files stay, and so does every file of a folder that holds this run's base model.
+    Models of several model groups lie in a folder for each: those of this run's groups are moved, and those that an
+    earlier run has listed. Other files stay, and so does every file of a folder that holds a base model of this run.
     """
-    folder = config.finetuning.output_dir
-    weights, histories = _found(folder, WEIGHTS), _found(folder, HISTORIES)
-    if not (weights or histories) or _base(config, env) == folder.resolve():
+    folder, bases = config.finetuning.output_dir, _bases(config, env)
+    folders = [folder, *(folder / name for name in sorted({*_groups(config), *_listed(folder)}))]
+    found = {one: _of_a_run(one) for one in folders if one.resolve() not in bases}
+    if not any(found.values()):
         return None
     earlier = next(path for path in _names(folder) if not os.path.lexists(path))
-    earlier.mkdir()
-    for path in [*weights, *histories, *(_found(folder, BESIDE_WEIGHTS) if weights else ())]:
-        move(path, earlier / path.name)
+    if folder in found and (folder / OWNER).is_file():
+        found[folder].append(folder / OWNER)
+    for one, paths in found.items():
+        target = earlier / one.relative_to(folder)
+        if one != folder and (one.is_symlink() or os.path.ismount(one)):  # its files stay on their file system
+            target = next(path for path in _names(one) if not os.path.lexists(path))
+        for path in paths:
+            target.mkdir(parents=True, exist_ok=True)
+            move(path, target / path.name)
+        if paths and one != folder:
+            with suppress(OSError):  # it has files of others, too
+                one.rmdir()
     return earlier
+
+
+def list_groups(folder: Path, names: list[str]) -> None:
+    """Name the folders of a run's model groups, so that a later run with other groups moves them. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / GROUPS, orjson.dumps(names), is_private=False)
+
+
+def _groups(config: RunConfig) -> list[str]:
+    """Folders that the run itself will write; none of a run that trains one model group."""
+    trained = list(config.trained())
+    return trained if len(trained) > 1 else []
+
+
+def _listed(folder: Path) -> list[str]:
+    """Names in `GROUPS`; whatever is not the name of a folder there is ignored."""
+    try:
+        names = orjson.loads((folder / GROUPS).read_bytes())
+    except (OSError, ValueError):
+        return []
+    given: list[object] = names if isinstance(names, list) else []
+    names = [name for name in given if isinstance(name, str) and name == Path(name).name]
+    return [name for name in names if name not in ("", ".", "..")]
+
+
+def _of_a_run(folder: Path) -> list[Path]:
+    weights, histories = _found(folder, WEIGHTS), _found(folder, HISTORIES)
+    return [*weights, *histories, *(_found(folder, BESIDE_WEIGHTS) if weights else ())]
 
 
 def _names(folder: Path) -> Iterator[Path]:
@@ -58,12 +141,13 @@ def _names(folder: Path) -> Iterator[Path]:
     yield from (folder / f"{EARLIER}-{number}" for number in itertools.count(2))
 
 
-def _base(config: RunConfig, env: Mapping[str, str]) -> Path | None:
-    """Path of the base model; None if only external services know it."""
-    try:
-        return Path(str(expand(config.adapter.model.path, env, "model.path"))).expanduser().resolve()
-    except ConfigError:
-        return None
+def _bases(config: RunConfig, env: Mapping[str, str]) -> set[Path]:
+    """Paths of the base models; without those that only external services know."""
+    found: set[Path] = set()
+    for one in config.by_group().values():
+        with suppress(ConfigError):
+            found.add(Path(str(expand(one.adapter.model.path, env, "model.path"))).expanduser().resolve())
+    return found
 
 
 def _found(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

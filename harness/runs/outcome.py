@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from rollstream.eventlog.artifact_retry import NeededSpace, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
+from rollstream.harness.runs.earlier_output import list_groups
 from rollstream.harness.runs.follower import records_of, versions_of
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import NOTHING_PUBLISHED, JobProgress, Progress, Published
@@ -152,9 +153,10 @@ async def _exported(
             )
             weights = good
         folder = output_dir / ids.name_of(model_group) if len(specs) > 1 else output_dir
+        names = [ids.name_of(name) for name in specs] if len(specs) > 1 else []
         local = _with_local_model(weights, spec.job.model.path)
         space = NeededSpace(output_dir, weights.artifact.size_bytes)
-        doing = functools.partial(_export, artifacts, local, folder)
+        doing = functools.partial(_export, artifacts, local, folder, names)
         await retrying(doing, "save the final model", space=space)
         exported = output_dir.absolute()
     return exported, replaced
@@ -214,8 +216,8 @@ def reason_of_job(spec: JobSpec, job: JobProgress, jobs: Sequence[JobSpec]) -> s
     return f"job {spec.job_id}{group} {job.outcome}: {job.error or NO_REASON}"
 
 
-async def let_metrics_catch_up(workspace: Path) -> None:
-    """Wait until the projector has everything that is in the log now; a failure is only logged.
+async def let_metrics_catch_up(workspace: Path) -> bool:
+    """Wait until the projector has everything that is in the log now; a failure is only logged, and False returned.
 
     A projector that is just being started again is waited for, and the file left to it.
     """
@@ -228,6 +230,8 @@ async def let_metrics_catch_up(workspace: Path) -> None:
     except (RollstreamError, TimeoutError) as error:
         reason = str(error) or f"no answer within {CATCH_UP_TIMEOUT_S:g} s"
         logger.warning("the metrics of workspace %s have not caught up: %s; see its logs", workspace, reason)
+        return False
+    return True
 
 
 async def _state(
@@ -262,9 +266,12 @@ def _with_local_model(weights: WeightsPublished, own: str) -> WeightsPublished:
     return weights.model_copy(update={"base_model": base_model, "lora": lora})
 
 
-def _export(artifacts: ArtifactStore, weights: WeightsPublished, output_dir: Path) -> None:
+def _export(artifacts: ArtifactStore, weights: WeightsPublished, output_dir: Path, groups: list[str]) -> None:
+    """`groups`: all names of folders such as this one, if there are several."""
     from rollstream.learner.model.export import export_model
 
+    if groups:
+        list_groups(output_dir.parent, groups)
     export_model(weights, artifacts.fetch(weights.artifact), output_dir)
 
 

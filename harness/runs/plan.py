@@ -10,6 +10,7 @@ from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.reading import unknown_run
 from rollstream.harness.config import dataset
 from rollstream.harness.config import file as config_file
+from rollstream.harness.config.checks import check_attempts
 from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import check_manifests, jobs_of
 from rollstream.harness.config.resolve import block_of
@@ -70,6 +71,7 @@ async def new_run(
     run_id = run_id or ids.new_run_id(name)
     jobs = jobs_of(config, run_id, is_fork=parent is not None)
     check_manifests(jobs)
+    check_attempts(jobs)
     await check_frozen(log, config, run_id)
     started = RunStarted(
         run_id=run_id,
@@ -208,9 +210,9 @@ def examples_of(config: RunConfig) -> list[dataset.Example]:
         return []
     environment = environment_of(config)
     num = config.adapter.tasks_per_epoch if is_submitted else max(MIN_EXAMPLES, config.adapter.tasks_per_epoch)
-    with users_code(f"examples of environment {config.environment}", config):
-        made = list(environment.examples(num, config.adapter.seed))
-    examples = dataset.examples_of(made, f"environment {config.environment}")
+    location = f"environment {config.environment}: {type(environment).__name__}.examples()"
+    with users_code(location, config):
+        examples = dataset.examples_of(environment.examples(num, config.adapter.seed), location)
     if config.environment != RECORDED:  # examples are part of the recorded rollouts
         check_examples(config, examples, f"environment {config.environment}")
     return examples

@@ -6,7 +6,6 @@ The endpoint of a run, seen from the harness: whether its port is free, its API 
 import logging
 import os
 import re
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -17,17 +16,17 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rollstream.harness.config import nat_workflows
-from rollstream.harness.config.checks import check_model, check_ranks, check_teacher
+from rollstream.harness.config.checks import check_hub, check_model, check_ranks, check_teacher
 from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of, served_models
 from rollstream.harness.config.rewards import check_evaluators, check_examples, check_reward, path_of, permissions_of
 from rollstream.harness.runs.progress import Progress
-from rollstream.harness.services.addresses import is_this_machine, is_unspecified
+from rollstream.harness.services.addresses import check_port, is_this_machine, is_unspecified
 from rollstream.harness.services.optional_dependencies import check_learner, check_quantized
 from rollstream.producers.league.draw import check_league
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, describe
-from rollstream.schemas.services import LOOPBACK, EndpointSection
+from rollstream.schemas.services import LOOPBACK
 from rollstream.schemas.settings import JobSpec
 from rollstream.schemas.users_code import import_module
 from rollstream.schemas.variables import conceal, expand
@@ -59,6 +58,7 @@ def check_paths(config: RunConfig) -> None:
             where = f"{location}{own}.model.path"
             path = str(expand(one.adapter.model.path, os.environ, where))
             check_model(path, where, config.builder.engine.kind)
+            check_hub(path, where)
             check_quantized(one.adapter, location)
             at = f"{location}.algorithm.teacher"
             check_teacher(one.adapter.algorithm, config.builder.sampling, path, at, served_models(config))
@@ -342,19 +342,18 @@ def check_endpoint(config: RunConfig) -> None:
             "trainer_adapters: endpoint.token: secrets are not allowed in the file, which is stored with the run; "
             "write ${NAME} and set that environment variable"
         )
-    _check_port(config.served)
+    check_port(config.served.host, config.served.port, "trainer_adapters: endpoint.port")
 
 
-def _check_port(section: EndpointSection) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in section.host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((section.host, section.port))
-        except OSError as error:
-            raise ConfigError(
-                f"trainer_adapters: endpoint.port {section.port} of {section.host} cannot be used ({error.strerror}); "
-                "set another"
-            ) from error
+def check_gateway(config: RunConfig) -> None:
+    """Raises ConfigError if a port of the producers' gateways, which follow one another, is in use."""
+    builder = config.builder
+    if builder.services == "external" or not builder.gateway.port:
+        return
+    for number in range(1, builder.num_producers + 1):
+        section = builder.gateway.of_process(number)
+        location = f"trajectory_builders.{config.finetuning.trajectory_builder}.gateway.port"
+        check_port(section.host, section.port, f"{location}: producers-{number}: port")
 
 
 def token_of(config: RunConfig, workspace: Path, env: Mapping[str, str]) -> str | None:

@@ -19,13 +19,14 @@ from rollstream.harness.config.nat_workflows import check_sampling
 from rollstream.harness.config.resolve import block_of
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.driver import give_signs_of_life
-from rollstream.harness.runs.earlier_output import move_earlier_output
+from rollstream.harness.runs.earlier_output import take_output_dir
 from rollstream.harness.runs.plan import RunPlan, check_new, new_run, open_run
 from rollstream.harness.runs.preflight import (
     access_line,
     check_datasets,
     check_endpoint,
     check_engines,
+    check_gateway,
     check_metrics,
     check_names,
     check_paths,
@@ -35,7 +36,7 @@ from rollstream.harness.runs.preflight import (
 )
 from rollstream.harness.services.liveness import read_sign
 from rollstream.harness.services.serving import GROUPS
-from rollstream.harness.services.sole_use import check_sole_use
+from rollstream.harness.services.sole_use import check_sole_use, sole_name, sole_output, sole_run
 from rollstream.harness.services.supervisor import ChildSpec, Supervisor
 from rollstream.harness.services.workspace import EMBEDDED, NAMES, Workspace, embedded_broker
 from rollstream.replay.fork import check_fork, check_versions, format_fork
@@ -109,10 +110,14 @@ def held(run_request: RunRequest, display: Display) -> Iterator[WorkspaceLease]:
         check_truncation(config)
     examples = check_datasets(config, is_new=run_request.resume is None)
     check_endpoint(config)
+    check_gateway(config)
     check_workflow(config)
     with ExitStack() as stack:
-        if config.builder.services == "managed" or config.builder.bootstrap_servers == EMBEDDED:
-            stack.enter_context(workspace.in_use(f"finetune {run_request.resume or run_request.name}"))
+        is_managed = config.builder.services == "managed"
+        if is_managed or config.builder.bootstrap_servers == EMBEDDED:
+            # any number of runs share external services
+            name = run_request.resume or run_request.name
+            stack.enter_context(workspace.in_use(f"finetune {name}", is_shared=not is_managed))
         check_metrics(config, workspace.folder)
         kafka, broker = stack.enter_context(broker_of_run(config, workspace))
         display.print(f"broker {kafka.bootstrap_servers}, logs in {workspace.logs}")
@@ -147,16 +152,22 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
         display.print(f"run {run.started.run_id}" + (f", branched from {format_fork(parent)}" if parent else ""))
         supervisor = Supervisor([], location.workspace / "logs")
         if not run.is_over:
-            await _check_sole_use(run_request.config, log, display)
+            await stack.enter_async_context(sole_run(location.workspace, run.started.run_id))
+            await _check_sole_use(run_request.config, lease, log, display)
             if line := access_line(run_request.config, location.workspace, os.environ):
                 display.print(line)
             signs = asyncio.create_task(give_signs_of_life(log, run.started, is_new=run.is_new))
             stack.push_async_callback(_cancel, signs)
             supervisor = _supervisor(run_request.config, location, run.started.run_id, artifacts)
+            for spec in supervisor.specs:
+                async with sole_name(location.workspace, spec.name):
+                    pass  # each service takes its own when it starts; here it would be refused again and again
             if run_request.config.builder.services == "managed":
                 workspace.remember_trained(run.started.run_id)
+        await stack.enter_async_context(sole_output(location.workspace, run_request.config.finetuning.output_dir))
         # Last: a run that fails a check must not move files.
-        if run.is_new and (earlier := move_earlier_output(run_request.config)) is not None:
+        earlier = take_output_dir(run_request.config, run.started.run_id, is_new=run.is_new)
+        if earlier is not None:
             display.print(
                 f"files of an earlier run in {run_request.config.finetuning.output_dir} were moved to {earlier}"
             )
@@ -251,13 +262,13 @@ def check_embedded(builder: BuilderSection, location: str) -> None:
         )
 
 
-async def _check_sole_use(config: RunConfig, log: "KafkaLog", display: Display) -> None:
+async def _check_sole_use(config: RunConfig, lease: WorkspaceLease, log: "KafkaLog", display: Display) -> None:
     """Raises ConfigError if other services are members of our consumer groups.
 
-    A workspace's own broker has no others.
+    A broker that was started here has no others.
     """
     builder = config.builder
-    if builder.services == "managed" and builder.bootstrap_servers != EMBEDDED:
+    if builder.services == "managed" and lease.broker is None:
         location = f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka.group_prefix"
         groups = [log.kafka.group(service) for service in GROUPS]
         await check_sole_use(log, groups, location, session_timeout_s=builder.session_timeout_s, notify=display.print)

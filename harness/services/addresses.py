@@ -1,7 +1,9 @@
-"""Addresses of this machine, as the URLs of a configuration name them."""
+"""Addresses of this machine, as the URLs of a configuration name them, and ports that servers of it may take."""
 
 import ipaddress
 import socket
+
+from rollstream.schemas.errors import ConfigError
 
 
 def is_unspecified(host: str) -> bool:
@@ -17,6 +19,17 @@ def url_host(host: str) -> str:
     if is_unspecified(host):
         return "[::1]" if ":" in host else "127.0.0.1"
     return f"[{host}]" if ":" in host else host
+
+
+def check_port(host: str, port: int, location: str) -> None:
+    """Raises ConfigError naming `location` if no server can listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"{location} {port} of {host} cannot be used ({reason}); set another") from error
 
 
 def is_this_machine(host: str) -> bool:

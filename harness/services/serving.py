@@ -24,6 +24,7 @@ from rollstream.eventlog.private import make_private
 from rollstream.harness.services.committed_offsets import check_committed, remember_committed
 from rollstream.harness.services.liveness import PARENT, beat, die_with_parent, leave_terminal
 from rollstream.harness.services.optional_dependencies import skip_scikit_learn
+from rollstream.harness.services.sole_use import sole_name
 from rollstream.harness.services.workspace import Workspace
 from rollstream.learner.parallel.launch import is_started_together, start_processes
 from rollstream.schemas.errors import ConfigError, first_invalid
@@ -37,6 +38,7 @@ from rollstream.schemas.services import (
     ProducerSettings,
     ServiceSettings,
 )
+from rollstream.schemas.variables import conceal_variables, expand, variables_in
 
 if TYPE_CHECKING:
     from rollstream.eventlog.kafka.log import KafkaLog
@@ -62,6 +64,10 @@ FROM_ENVIRONMENT = {
     "num_partitions": "ROLLSTREAM_NUM_PARTITIONS",
     "allow": ALLOW_VARIABLE,
 }
+STANDARD_INPUT = "/proc/self/fd/0"
+"""Standard input for several processes: each opens it by this name and reads all of it."""
+PASSED_ON = ("-", STANDARD_INPUT)
+"""Settings that a process got from the one that started it."""
 END_TIMEOUT_S = 25.0
 """Maximum seconds for a service to end once it was asked to."""
 LEFT_BEHIND_S = 5.0
@@ -75,9 +81,10 @@ logger = logging.getLogger(__name__)
 
 def settings_of(service: str, name: str | None, given: Mapping[str, Any], env: Mapping[str, str]) -> ServiceSettings:
     """Settings of a service. Raises ConfigError naming the missing or wrong setting."""
-    values: dict[str, Any] = {key: env[variable] for key, variable in FROM_ENVIRONMENT.items() if variable in env}
-    values.setdefault("workspace", ".rollstream")
-    values |= given
+    found = {key: env[variable] for key, variable in FROM_ENVIRONMENT.items() if env.get(variable)}
+    values: dict[str, Any] = {**found, "workspace": workspace_of(env), **given}
+    if not isinstance(values["workspace"], str | os.PathLike) or not str(values["workspace"]):
+        raise ConfigError(f"serve {service}: workspace: is {values['workspace']!r}; give the path of a folder")
     own = own_block(Path(values["workspace"]), str(values.get("bootstrap_servers")))
     values["kafka"] = merged(own, expanded(from_environment(env), env), _section(values.get("kafka")))
     values["name"] = name or name_of(service, values)
@@ -88,8 +95,13 @@ def settings_of(service: str, name: str | None, given: Mapping[str, Any], env: M
     except ValidationError as error:
         key, message = first_invalid(error, model=KINDS[service])
         remedy = f" (set {FROM_ENVIRONMENT[key]})" if key in FROM_ENVIRONMENT else ""
-        raise ConfigError(f"serve {service}: {key}: {message.lower()}{remedy}") from error
+        raise ConfigError(f"serve {service}: {key}: {message[:1].lower()}{message[1:]}{remedy}") from error
     return settings
+
+
+def workspace_of(env: Mapping[str, str]) -> str:
+    """The workspace of a service whose settings name none."""
+    return env.get(FROM_ENVIRONMENT["workspace"]) or ".rollstream"
 
 
 def name_of(service: str, given: Mapping[str, Any]) -> str:
@@ -122,16 +134,22 @@ def _section(found: Any) -> dict[str, Any]:
 
 
 def read_settings(source: str | None) -> dict[str, Any]:
-    """JSON object in a file, or on standard input if `source` is `-`. Raises ConfigError."""
+    """JSON object in a file, or on standard input if `source` is `-`; `${NAME}` in a file's `kafka` is expanded.
+
+    What another process of ours passes on has its secrets in plain text. Raises ConfigError.
+    """
     if source is None:
         return {}
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
         found = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--settings {source} cannot be read as JSON: {error}; correct it, or its path") from error
     if not isinstance(found, dict):
         raise ConfigError(f"--settings {source} must be a JSON object")
+    if source not in PASSED_ON and "kafka" in found:
+        conceal_variables(variables_in(found["kafka"]))
+        found["kafka"] = expand(found["kafka"], os.environ, f"--settings {source}: kafka")
     return found
 
 
@@ -168,7 +186,7 @@ def _readable(text: str) -> Iterator[str]:
             file.write(text)
             file.flush()
             os.dup2(file.fileno(), 0)
-        yield "/proc/self/fd/0"
+        yield STANDARD_INPUT
         return
     with NamedTemporaryFile("w", encoding="utf-8") as file:
         file.write(text)
@@ -219,7 +237,7 @@ def _cancel(task: "asyncio.Future[None]") -> None:
 
 async def _work(service: str, settings: ServiceSettings, work: Serve, watch_s: float) -> None:
     make_private(settings.workspace)
-    async with _administering(settings) as log:
+    async with sole_name(settings.workspace, settings.name), _administering(settings) as log:
         await log.ensure_topics(num_partitions=settings.num_partitions)
         cluster_id, topic_ids = await _found(log)
         check_topics(settings.workspace, cluster_id, topic_ids)

@@ -58,6 +58,8 @@ class _Child:
     restart_at: float = 0.0
     is_silent: bool = False
     """Whether it sent no heartbeats at the last look."""
+    log_begin: int = 0
+    """Size of its log when the process was started."""
 
 
 @dataclass
@@ -144,11 +146,14 @@ class Supervisor:
         self._kill([child.process for child in self._children if child.process])
 
     def last_words(self, name: str) -> str:
-        """Last lines of a child's log, in one line."""
+        """Last lines that a child's newest process has logged, in one line."""
         path = self.logs / f"{name}.log"
         if not path.exists():
             return "(no log output)"
-        text = path.read_bytes()[-LAST_BYTES:].decode("utf-8", "replace")
+        data = path.read_bytes()
+        begin = next((child.log_begin for child in self._children if child.spec.name == name), 0)
+        own = data[begin:] if begin <= len(data) else data  # a log that was too large has been emptied since
+        text = own[-LAST_BYTES:].decode("utf-8", "replace")
         lines = [line.strip() for line in text.splitlines() if line.strip() and not _LEAKS.match(line.strip())]
         return " | ".join(lines[-LAST_LINES:]) or "(no log output)"
 
@@ -183,21 +188,23 @@ class Supervisor:
         name = child.spec.name
         words = self.last_words(name)
         self.total_restarts += 1
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
         if reason := self.waits_for():
-            logger.warning("service %s exited with status %s: %s; it will be restarted", name, code, reason)
+            logger.warning("service %s %s: %s; it will be restarted", name, how, reason)
             return self.first_backoff_s
         wait_s = child.restarts.add()
         if child.restarts.are_too_many:
             raise RunFailedError(
-                f"service {name} exited {child.restarts.count} times without progress (status {code}): {words} (see "
-                f"{self.logs / name}.log)"
+                f"service {name} exited {child.restarts.count} times without progress (the last time it {how}): "
+                f"{words} (see {self.logs / name}.log)"
             )
-        logger.warning("service %s exited with status %s; restarting in %.1f s: %s", name, code, wait_s, words)
+        logger.warning("service %s %s; restarting in %.1f s: %s", name, how, wait_s, words)
         return wait_s
 
     def _launch(self, child: _Child) -> None:
         with (self.logs / f"{child.spec.name}.log").open("a+b") as log:
             _end_line(log)
+            child.log_begin = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(
                 list(child.spec.command),
                 stdin=subprocess.PIPE,

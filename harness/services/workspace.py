@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollstream.eventlog.files import read_json, update_json
 from rollstream.eventlog.private import make_private
-from rollstream.schemas.errors import BrokerError, ConfigError, RollstreamError
+from rollstream.schemas.errors import BrokerError, ConfigError
 from rollstream.schemas.kafka import KafkaSettings, connection, from_environment, merged, renamed, storable
 from rollstream.schemas.topics import PREFIX
 
@@ -61,12 +61,15 @@ class Workspace:
             ) from error
 
     @contextmanager
-    def in_use(self, what: str) -> Iterator[None]:
-        """Lock the workspace for the command named `what`. Raises BrokerError if another command holds the lock."""
+    def in_use(self, what: str, *, is_shared: bool = False) -> Iterator[None]:
+        """Lock the workspace for the command named `what`, or for it and others that share it.
+
+        Raises BrokerError if another command holds the lock.
+        """
         lock = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(lock, 200, 0).decode("utf-8", "replace").strip() or "another process"
                 raise BrokerError(
@@ -181,7 +184,8 @@ def embedded_broker(workspace: Workspace) -> Iterator[tuple[KafkaSettings, "Embe
 
     Raises BrokerError. Several commands may use it at once. Users hold a shared lock on `broker/users`, starting and
     stopping need the exclusive lock, so that only one command starts it, and it is stopped when no other command needs
-    it (at once on Ctrl-C, which does not change the exit status of a command that only waits for others).
+    it, also if this one failed or was interrupted (at once on a Ctrl-C while it waits for others, which does not change
+    its exit status).
     """
     from rollstream.eventlog.broker.broker import EmbeddedBroker, find_running, own_block
 
@@ -206,8 +210,8 @@ def embedded_broker(workspace: Workspace) -> Iterator[tuple[KafkaSettings, "Embe
         try:
             found = connection(running, own_block(workspace.folder, running), None)
             yield found, broker if broker.is_running else None
-        except (RollstreamError, OSError):  # raised after the other commands are done, because they need the broker
-            _await_others(broker, users, "this command failed; ")
+        except Exception:  # raised after the other commands are done, because they need the broker
+            _await_others(broker, users, "this command has ended early; ")
             raise
         _await_others(broker, users)
     finally:

@@ -56,8 +56,17 @@ async def read_letters(log: EventLog, *, run: str | None = None) -> list[Letter]
     letters = await _read_all(log)
     first: dict[object, Letter] = {}
     for letter in letters:
-        first.setdefault((letter.came_from, letter.stage) if letter.came_from else letter.number, letter)
+        first.setdefault(_identity(letter), letter)
     return [letter for letter in first.values() if run is None or run in letter.runs]
+
+
+def _identity(letter: Letter) -> object:
+    """Equal for letters of the same record. Outside of the log's topics, a position may have several records."""
+    if letter.came_from is None:
+        return letter.number
+    position = (letter.came_from, letter.stage)
+    is_of_log = letter.came_from.topic in TOPICS
+    return position if is_of_log else (*position, letter.key, letter.size_bytes, letter.reason)
 
 
 async def read_letter(log: EventLog, number: int) -> tuple[Letter, Record]:

@@ -7,26 +7,40 @@ installed is trusted by being installed; `python:` names only where the process'
 import importlib
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from numbers import Real
-from typing import Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import numpy as np
 from pydantic import ValidationError
 
-from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Divisor, Prepared
+from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Divisor, Normaliser, Prepared
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.algorithms import BUILT_IN, CustomSettings
-from rollstream.schemas.errors import ConfigError, RollstreamError, RunFailedError, describe, first_invalid, nearest
+from rollstream.schemas.errors import (
+    ConfigError,
+    RollstreamError,
+    RunFailedError,
+    describe,
+    first_invalid,
+    is_out_of_memory,
+    nearest,
+)
 from rollstream.schemas.permissions import CODE, Permissions
 from rollstream.schemas.users_code import import_named, load_installed
+from rollstream.schemas.variables import encodable, traceback_of
+
+if TYPE_CHECKING:
+    from rollstream.learner.algorithms.tokens import Losses
 
 logger = logging.getLogger(__name__)
 GROUP = "rollstream.algorithms"
 DIVISORS: tuple[str, ...] = get_args(Divisor)
+MAX_NAME_CHARS = 200
+"""Characters of a name of an algorithm's metrics, sums, statistics or components."""
 T = TypeVar("T")
 
 
@@ -96,7 +110,7 @@ def _users_code(name: str, location: str) -> Generator[None]:
     except (RollstreamError, ValidationError):
         raise
     except (Exception, SystemExit) as error:
-        logger.warning("%s.name: %s cannot be used", location, name, exc_info=error)
+        logger.warning("%s.name: %s cannot be used%s", location, name, traceback_of(error))
         raise ConfigError(f"{location}.name: {name} cannot be used: {describe(error)}") from error
 
 
@@ -137,46 +151,106 @@ class _Users(Algorithm):
 
     def prepare(self, batch: BatchView, settings: Any) -> Prepared:
         found = self._checked("prepare", Prepared, lambda: self._own.prepare(batch, settings))
-        by, value = found.normaliser
-        if by not in DIVISORS or not (isinstance(value, Real) and math.isfinite(value) and value > 0):
+        self._check_normaliser(found.normaliser)
+        self._check_named("prepare", "components", found.components)
+        lists: dict[str, Any] = {name: self._by_row(name, getattr(found, name)) for name in ("advantages", "weights")}
+        lists["keep"] = self._by_row("keep", found.keep, kinds="b", expected="bool; return a mask a row")
+        lists["components"] = {
+            name: self._by_row(f"components of {name}", one) for name, one in found.components.items()
+        }
+        numbers = {name: self._numbers("prepare", name, getattr(found, name)) for name in ("metrics", "statistics")}
+        return replace(found, **lists, **numbers)
+
+    def _check_normaliser(self, found: Any) -> None:
+        by, value = found if isinstance(found, Normaliser) else (None, None)
+        if not (isinstance(by, str) and by in DIVISORS and isinstance(value, Real) and 0 < value < math.inf):
+            shown = found if isinstance(found, Normaliser) else f"a {type(found).__name__} as normaliser"
             raise RunFailedError(
-                f"algorithm {self._name}: prepare returned {found.normaliser}; by must be one of "
+                f"algorithm {self._name}: prepare returned {shown}; expected a Normaliser: by must be one of "
                 f"{', '.join(DIVISORS)}, value a number above 0"
             )
-        if any(keep.dtype != bool for keep in map(np.asarray, found.keep)):
-            raise RunFailedError(f"algorithm {self._name}: prepare returned keep that is not bool; return a mask a row")
-        return replace(found, metrics=self._numbers("prepare", found.metrics))
+
+    def _by_row(
+        self, what: str, found: Any, kinds: str = "biuf", expected: str = "a number; return one a row or a token"
+    ) -> list[Any]:
+        """The values of the rows, from a list or an array of them. `kinds`: of their numpy types."""
+        kind = type(found).__name__
+        is_list = isinstance(found, Sequence) and not isinstance(found, (str, bytes))
+        if not (is_list or (isinstance(found, np.ndarray) and found.ndim > 0)):
+            raise RunFailedError(
+                f"algorithm {self._name}: prepare returned {what} as a {kind}; expected a list or an "
+                "array with one value a row"
+            )
+        values: list[Any] = list(cast("Sequence[Any]", found))
+        if any(_numpy_kind(value) not in kinds for value in values):
+            raise RunFailedError(f"algorithm {self._name}: prepare returned {what} that is not {expected}")
+        return values
 
     def loss(self, tokens: Any, settings: Any) -> Any:
-        from torch import Tensor
-
         from rollstream.learner.algorithms.tokens import Losses
 
         found = self._checked("loss", Losses, lambda: self._own.loss(tokens, settings))
+        self._check_tensors(found)
         sizes = {"token": len(tokens.logprobs_N), "row": len(tokens.lengths_B), "pair": len(tokens.chosen_K)}
-        wanted = (sizes.get(found.per),)
-        returned: list[tuple[str, Any]] = [("values", found.values), *found.sums.items()]
-        for what, value in returned:
-            if not isinstance(value, Tensor) or (what in found.sums and value.dim()):
+        self._check_losses("values", found.values, sizes.get(found.per), f"as they are per {found.per}")
+        for name, losses in found.parts.items():
+            if name not in tokens.components:
+                known = ", ".join(sorted(tokens.components)) or "none"
+                raise RunFailedError(
+                    f"algorithm {self._name}: loss returned part {name!r}, but prepare has no such component (it has "
+                    f"{known}); give each part the name of a component"
+                )
+            self._check_losses(f"part {name!r}", losses, sizes["token"], "a loss for each token")
+        return found
+
+    def _check_tensors(self, found: "Losses") -> None:
+        """Raises RunFailedError unless the losses, sums and parts are tensors; sums without dimensions."""
+        from torch import Tensor
+
+        self._check_named("loss", "sums", found.sums)
+        self._check_named("loss", "parts", found.parts)
+        returned: list[tuple[str, Any, bool]] = [("values", found.values, False)]
+        returned += [(f"part {name!r}", value, False) for name, value in found.parts.items()]
+        returned += [(name, value, True) for name, value in found.sums.items()]
+        for what, value, is_sum in returned:
+            if not isinstance(value, Tensor) or (is_sum and value.dim()):
                 shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
                 raise RunFailedError(
                     f"algorithm {self._name}: loss returned {what} as a {type(value).__name__}{shape}; expected a "
-                    f"tensor{' without dimensions, as of sum()' if what in found.sums else ''}"
+                    f"tensor{' without dimensions, as of sum()' if is_sum else ''}"
                 )
-        if tuple(found.values.shape) != wanted or not found.values.requires_grad:
-            shape = tuple(found.values.shape)
+
+    def _check_losses(self, what: str, losses: Any, size: int | None, reason: str) -> None:
+        """Raises RunFailedError unless the tensor `losses` has shape (size,) and a gradient."""
+        shape, wanted = tuple(losses.shape), (size,)
+        if shape != wanted or not losses.requires_grad:
             raise RunFailedError(
-                f"algorithm {self._name}: loss returned values of shape {shape}, "
-                f"{'with' if found.values.requires_grad else 'without'} a gradient; expected {wanted} with one, as "
-                f"they are per {found.per}"
+                f"algorithm {self._name}: loss returned {what} of shape {shape}, "
+                f"{'with' if losses.requires_grad else 'without'} a gradient; expected {wanted} with one, {reason}"
             )
-        return found
 
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
         kind = cast("type[dict[str, float]]", dict)
-        return self._numbers("metrics", self._checked("metrics", kind, lambda: self._own.metrics(sums, counts)))
+        return self._numbers(
+            "metrics", "metrics", self._checked("metrics", kind, lambda: self._own.metrics(sums, counts))
+        )
 
-    def _numbers(self, method: str, found: Mapping[str, Any]) -> dict[str, float]:
+    def _check_named(self, method: str, what: str, found: Any) -> None:
+        """Raises RunFailedError unless `found` is a dict whose keys are names that an event can hold."""
+        if not isinstance(found, Mapping):
+            raise RunFailedError(
+                f"algorithm {self._name}: {method} returned {what} as a {type(found).__name__}; expected a dict"
+            )
+        for name in cast("Mapping[Any, Any]", found):
+            if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or encodable(name) != name:
+                shown = repr(name[:MAX_NAME_CHARS]) if isinstance(name, str) else f"of type {type(name).__name__}"
+                raise RunFailedError(
+                    f"algorithm {self._name}: {method} returned {what} with the name {shown}; expected a text of at "
+                    f"most {MAX_NAME_CHARS} characters that can be encoded"
+                )
+
+    def _numbers(self, method: str, what: str, found: Any) -> dict[str, float]:
+        self._check_named(method, what, found)
         for name, value in found.items():
             if not isinstance(value, Real):
                 raise RunFailedError(
@@ -189,11 +263,21 @@ class _Users(Algorithm):
             found = call()
         except RollstreamError:
             raise
-        except Exception as error:
-            logger.exception("algorithm %s: %s raised", self._name, method)
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise  # smaller micro-batches may fit
+            logger.error("algorithm %s: %s raised%s", self._name, method, traceback_of(error))
             raise RunFailedError(f"algorithm {self._name}: {method} raised {describe(error)}") from error
         if not isinstance(found, kind):
             raise RunFailedError(
                 f"algorithm {self._name}: {method} returned a {type(found).__name__}; expected {kind.__name__}"
             )
         return found
+
+
+def _numpy_kind(value: Any) -> str:
+    """The kind of numpy type that a value, or what is in it, has; empty if it is none for an array."""
+    try:
+        return np.asarray(value).dtype.kind
+    except Exception:  # noqa: BLE001 -- ragged lists, tensors with a gradient or on a GPU, and others' classes
+        return "-"

@@ -5,9 +5,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rollstream.schemas.settings import CORRECTED_SINCE, NEWEST_REVISION
+from rollstream.schemas.settings import BOUNDED_SINCE, CORRECTED_SINCE, NEWEST_REVISION
 
 MAX_LOG_RATIO = 20.0
 """A log-ratio counts for no more: some engines write -9999 for a token that they held for hardly possible, and the
@@ -136,6 +137,16 @@ class Losses(NamedTuple):
 def log_ratio(logprobs_N: Tensor, others_N: Tensor) -> Tensor:
     """logprobs - others, but at most MAX_LOG_RATIO; no gradient above that."""
     return (logprobs_N - others_N).clamp(max=MAX_LOG_RATIO)
+
+
+def recorded_log_ratio(
+    logprobs_T: NDArray[np.float32], others_T: NDArray[np.float32], revision: int
+) -> NDArray[np.float32]:
+    """logprobs - others of recorded values, at most MAX_LOG_RATIO and at least -MAX_LOG_RATIO; without bounds in jobs
+    before BOUNDED_SINCE.
+    """
+    found_T = logprobs_T - others_T
+    return found_T if revision < BOUNDED_SINCE else found_T.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def dual_clipped(objective: Tensor, advantages: Tensor, bound: float | None) -> Tensor:

@@ -12,6 +12,27 @@ from rollstream.learner.algorithms.base import Normaliser
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.ranks import Ranks
+from rollstream.schemas.errors import RunFailedError, called_at, describe, is_out_of_memory
+
+OF_AUTOGRAD = ("inplace operation", "graph a second time", "returned an invalid gradient")
+"""Parts of torch's messages about a loss that has no gradient, raised outside of the code that computed it."""
+
+
+def backward(share: Tensor, algorithm: str) -> None:
+    """Add the gradients of a micro-batch's share of the loss.
+
+    Raises RunFailedError if its algorithm computed it in a way that gives none: any other start would end the same.
+    """
+    try:
+        share.backward()
+    except Exception as error:
+        is_of_loss = called_at(error) or any(text in str(error) for text in OF_AUTOGRAD)
+        if is_out_of_memory(error) or not is_of_loss:
+            raise
+        raise RunFailedError(
+            f"algorithm {algorithm}: the loss has no gradient: {describe(error)}; change no tensor in place, and keep "
+            "none from call to call"
+        ) from error
 
 
 def corrected_rows(found: Losses, tokens: TokenBatch) -> Losses:

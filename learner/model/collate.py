@@ -3,7 +3,7 @@
 import bisect
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -48,6 +48,34 @@ def check_token_ids(trajectory: TrajectoryAssembled, size: int) -> None:
                 f"{all_ids.max()}, so its vocabulary has {all_ids.max() + 1} or more; give the model.path that "
                 "sampled it"
             )
+
+
+def check_lengths(
+    rows: Iterable[Row], limit: int | None, name: Callable[[Row], str], *, shares: bool, shorten: str = ""
+) -> None:
+    """Raises DecodeError for a row of more tokens than a model has positions for; None: it can have any.
+
+    `name`: where a row is from. `shares`: rows are computed as a prefix tree, so only up to the token that predicts
+    their last one. `shorten`: what else can be made shorter.
+    """
+    for row in rows if limit is not None else ():
+        num_inputs = len(inputs_of(row.token_ids, row.mask)) if shares else len(row.token_ids)
+        if limit is not None and num_inputs > limit:
+            raise DecodeError(
+                f"{name(row)} is computed from {num_inputs} tokens, more than the {limit} positions of the model; give "
+                f"a model with more positions, or {shorten or 'shorter rollouts'}"
+            )
+
+
+def holder_of(row: Row, trajectories: Iterable[TrajectoryAssembled]) -> str:
+    """The sequence that a row is, or begins: an answer of a preference pair may be that of several trajectories."""
+    found = (
+        f"trajectory {one.trajectory_id}, sequence {index}"
+        for one in trajectories
+        for index, sequence in enumerate(one.sequences)
+        if tokens.decode_ids(sequence.token_ids).tobytes().startswith(row.token_ids.tobytes())
+    )
+    return next(found, "a row")
 
 
 def is_truncated(trajectory: TrajectoryAssembled) -> bool:
@@ -98,11 +126,13 @@ def rows_of(
     return rows
 
 
-def prepared_rows(batch: BatchView, prepared: Prepared) -> tuple[list[TrainRow], list[Unit]]:
+def prepared_rows(
+    batch: BatchView, prepared: Prepared, check: Callable[[list[TrainRow]], None] | None = None
+) -> tuple[list[TrainRow], list[Unit]]:
     """The training data of a batch: rows as `prepared`, and the units that mini-batches are made of.
 
-    Without pairs, a row that keeps no token is left out. Raises RunFailedError if a list of `prepared` does not fit, or
-    if an answer of a pair keeps no token.
+    `check` raises if a row of a unit cannot be trained. Without pairs, a row that keeps no token is left out. Raises
+    RunFailedError if a list of `prepared` does not fit, or if an answer of a pair keeps no token.
     """
     for name in ("advantages", "keep", "weights"):
         _check_fits(name, getattr(prepared, name), batch.rows)
@@ -119,15 +149,21 @@ def prepared_rows(batch: BatchView, prepared: Prepared) -> tuple[list[TrainRow],
                 prepared.advantages[index] if prepared.advantages else 0.0,
                 prepared.weights[index] if prepared.weights else None,
                 groups.setdefault(group, len(groups)),
-                {name: weights[index] for name, weights in prepared.components.items()},
+                {name: weights[index] for name, weights in prepared.components.items() if len(weights)},
             )
         )
     if batch.pairs is not None:
         for index in sorted({index for pair in batch.pairs for index in pair}):
             if not rows[index].mask.any():
                 raise RunFailedError(f"prepare left answer {index} of a preference pair no token; keep at least one")
-        return rows, list(batch.pairs)
-    return rows, [(index,) for index, row in enumerate(rows) if row.mask.any()]
+    units: list[Unit] = _kept(rows) if batch.pairs is None else list(batch.pairs)
+    if check is not None:
+        check([rows[index] for index in sorted({index for unit in units for index in unit})])
+    return rows, units
+
+
+def _kept(rows: Sequence[TrainRow]) -> list[Unit]:
+    return [(index,) for index, row in enumerate(rows) if row.mask.any()]
 
 
 def _check_fits(name: str, values: Sequence[Any], rows: Sequence[Row]) -> None:

@@ -6,6 +6,7 @@ transformers first.
 """
 
 import logging
+import os
 import shutil
 import struct
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ import orjson
 from rollstream.eventlog.files import base_sha256, beside, write_whole
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.settings import LoraSettings, ModelSettings
+from rollstream.schemas.settings import MODEL_LOADING, LoraSettings, ModelSettings
 from rollstream.schemas.variables import one_line
 
 TOKENIZER_FILES = (
@@ -40,6 +41,7 @@ def export_model(published: WeightsPublished, path_to_weights: Path, output_dir:
     `path_to_weights`: the version's safetensors file, verified. Raises ModelError if it or the base model's folder
     cannot be read.
     """
+    published = _with_folder(published)
     base = Path(published.base_model)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -66,6 +68,7 @@ def export_merged(published: WeightsPublished, path_to_weights: Path, output_dir
     The sum is computed in float32 and stored in the base model's type. `output_dir` is not there or empty, and holds
     nothing if this fails. Raises ModelError if weights, adapter and base model do not fit, or cannot be read.
     """
+    published = _with_folder(published)
     try:
         with beside(output_dir) as temporary:
             if published.weights_format == "lora":
@@ -76,6 +79,15 @@ def export_merged(published: WeightsPublished, path_to_weights: Path, output_dir
         raise ModelError(
             f"the model cannot be written to {output_dir}: {error}; free space there, or give another folder"
         ) from error
+
+
+def _with_folder(published: WeightsPublished) -> WeightsPublished:
+    """A version whose base model's folder is not below `~`, also in what PEFT reads: transformers and PEFT leave it."""
+    base_model = os.path.expanduser(published.base_model)
+    if base_model == published.base_model:
+        return published
+    lora = None if published.lora is None else {**published.lora, "base_model_name_or_path": base_model}
+    return published.model_copy(update={"base_model": base_model, "lora": lora})
 
 
 def _save_merged(published: WeightsPublished, path_to_weights: Path, folder: Path) -> None:
@@ -96,7 +108,7 @@ def _save_merged(published: WeightsPublished, path_to_weights: Path, folder: Pat
             "files, or give the base model that it was trained on"
         )
     policy.load_weights(from_bytes(path_to_weights.read_bytes(), where))
-    base = AutoConfig.from_pretrained(str(Path(published.base_model).expanduser()), trust_remote_code=False)
+    base = AutoConfig.from_pretrained(published.base_model, trust_remote_code=False)
     _untie_adapted(inner(policy.module))
     merged: Any = policy.module.merge_and_unload(safe_merge=True)
     merged.to(base.dtype or torch.float32).save_pretrained(folder)
@@ -194,9 +206,9 @@ def export_full(base_model: str, path_to_weights: Path, output_dir: Path) -> Non
     tensors = from_bytes(path_to_weights.read_bytes(), str(path_to_weights))
     dtype = next((value.dtype for value in tensors.values()), torch.float32)
     try:
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(base_model, trust_remote_code=False), dtype=dtype
-        )
+        config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
+        with MODEL_LOADING:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ModelError(f"model {base_model} cannot be exported: {one_line(error)}; restore its files") from error
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())

@@ -1,6 +1,7 @@
 """A base model as a job's settings hold it: in 16 or 4 bits, with adapters, checkpointed, compiled. Trains nothing."""
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -15,8 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollstream.learner.model import tree_attention
 from rollstream.learner.model.tree_attention import attention_as
-from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import NF4, LoraSettings, ModelSettings, device_of
+from rollstream.schemas.errors import ModelError, is_out_of_memory
+from rollstream.schemas.settings import MODEL_LOADING, NF4, LoraSettings, ModelSettings, device_of
 from rollstream.schemas.variables import one_line
 
 SHARED_BASES: "WeakValueDictionary[tuple[Any, ...], torch.nn.Module]" = WeakValueDictionary()
@@ -25,6 +26,8 @@ the last of those policies.
 """
 
 
+POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions|embed_pos)(\.base_layer)?$")
+"""Names of the modules that embed positions: inside an adapter if it targets them."""
 EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
 """Names of the modules that may have one weight together."""
 
@@ -45,14 +48,16 @@ def load_module(
     an adapter may be those of other policies, so nobody may change them. Raises ModelError naming what cannot be
     loaded.
     """
-    module = (_shared_base if shares_base and can_share(settings, device) else _load_base)(settings, path, device)
-    for part in module.modules() if settings.quantization else ():
-        # Else bitsandbytes repacks weights where there is AVX512-BF16, in forwards without gradients, and rounds more.
-        part.support_avx512bf16_for_cpu = False
-    if settings.lora:
-        torch.manual_seed(seed)
-        module = _with_adapters(module, settings)
-    return module.to(device)
+    with MODEL_LOADING:
+        module = (_shared_base if shares_base and can_share(settings, device) else _load_base)(settings, path, device)
+        for part in module.modules() if settings.quantization else ():
+            # Else bitsandbytes repacks weights where there is AVX512-BF16, in forwards without gradients, and rounds
+            # more.
+            part.support_avx512bf16_for_cpu = False
+        if settings.lora:
+            torch.manual_seed(seed)
+            module = _with_adapters(module, settings)
+        return module.to(device)
 
 
 def empty_module(settings: ModelSettings, path: str, device: torch.device, *, seed: int) -> Any:
@@ -62,7 +67,7 @@ def empty_module(settings: ModelSettings, path: str, device: torch.device, *, se
     """
     folder = Path(path).expanduser()
     attention = settings.attn_implementation
-    with _named_failures(path), torch.device("meta"):
+    with _named_failures(path), MODEL_LOADING, torch.device("meta"):
         config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else path, trust_remote_code=False)
         module = AutoModelForCausalLM.from_config(
             config,
@@ -150,6 +155,18 @@ def has_plain_head(module: Any) -> bool:
     return torch.equal(head(hidden), module(input_ids=ids, use_cache=False).logits)
 
 
+def num_positions(module: Any) -> int | None:
+    """The most tokens that a row can have, where positions are looked up in a table, as GPT-2's are; else None."""
+    found: list[int] = []
+    decoder = inner(module).get_decoder()
+    for name, part in decoder.named_modules():
+        if isinstance(part, torch.nn.Embedding) and POSITIONS.search(name):
+            padding = 0 if part.padding_idx is None else part.padding_idx + 1
+            found.append(len(part.weight) - int(getattr(part, "offset", padding)))
+    found += [len(table) for name, table in decoder.named_buffers() if name.endswith(".embed_positions")]
+    return min(found, default=None)
+
+
 def has_dropout(module: Any) -> bool:
     """Whether forwards differ between training and evaluation."""
     config = inner(module).get_decoder().config
@@ -235,6 +252,8 @@ def _named_failures(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         reason = one_line(error)
         raise ModelError(
             f"model {path} cannot be loaded, from a folder or the hub: {reason}; correct "

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollstream.learner.model.memory import is_out_of_memory
-from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.errors import RunFailedError, is_out_of_memory
 from rollstream.schemas.variables import one_line
 
 logger = logging.getLogger(__name__)

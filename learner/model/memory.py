@@ -15,19 +15,39 @@ from typing import Any, TypeVar
 import torch
 
 from rollstream.eventlog.files import read_json, sync_folder, write_whole
-from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.errors import ModelError, RunFailedError, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _ALIGNED = 64
 """Gradients begin at a multiple of so many bytes, as torch's own tensors do."""
-CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
-"""Message of torch's allocator on a CPU, for which it has no exception of its own."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that the device, or the machine, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_REFUSAL in str(error)
+_SMALLER = (
+    "take a smaller model, another model.device or a device with more memory, or train an adapter (model.lora, with "
+    "model.quantization below it)"
+)
+WITHOUT_COPY = (
+    "set model.reference_dtype to bfloat16, train an adapter (model.lora), which is compared without a copy, or take a "
+    "device with more memory"
+)
+"""Remedy if there is no memory for a copy of the full weights that the loss compares with."""
+
+
+@contextmanager
+def within_memory(subject: str, remedy: str = _SMALLER, *, alone: bool = True) -> Iterator[None]:
+    """Raises ModelError naming the subject and the remedy if memory runs out within.
+
+    Not `alone`, it flies: other processes, which take part in the work, would wait for this one.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not alone or not is_out_of_memory(error):
+            raise
+        # Without its traceback, which holds the tensors.
+        failure = error.with_traceback(None)
+        raise ModelError(f"{subject} does not fit into memory ({_refused(error)}); {remedy}") from failure
 
 
 @contextmanager

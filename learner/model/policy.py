@@ -31,7 +31,7 @@ from rollstream.learner.model.loading import (
     load_module,
 )
 from rollstream.learner.model.logprobs import Head, fuses, kept_offsets, only_kept, selected_logprobs
-from rollstream.learner.model.memory import GradientMemory
+from rollstream.learner.model.memory import WITHOUT_COPY, GradientMemory, within_memory
 from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.tensor_file import published_pieces
@@ -72,16 +72,17 @@ class PolicyModel:
         self.tokenizer_sha256 = tokenizer_sha256(path or settings.path)
         self.base_sha256 = base_sha256(path or settings.path) if settings.lora and has_weights else ""
         load = partial(load_module, shares_base=shares_base) if has_weights else empty_module
-        self.module: Any = load(settings, path or settings.path, self.device, seed=seed)
+        self._longest_shared, self._why_apart = 0.0, "its logits are more than a linear map of its hidden states"
+        with within_memory(f"model {settings.path} on {self.device}"):
+            self.module: Any = load(settings, path or settings.path, self.device, seed=seed)
+            self.selects_logprobs = has_weights and has_plain_head(self.module)
+            """Gather hidden states before the head; else logits are made of all tokens at once."""
+            if self.selects_logprobs:
+                decoder = inner(self.module).get_decoder()
+                self._longest_shared, self._why_apart = longest_row(decoder, self.device, self.compute_dtype)
         self._tied = frozenset(getattr(inner(self.module), "all_tied_weights_keys", None) or ())
-        self.selects_logprobs = has_weights and has_plain_head(self.module)
-        """Gather hidden states before the head; else logits are made of all tokens at once."""
         self.may_fuse = settings.fused_kernels
         """Compute log-probabilities by the fused kernels where they work."""
-        self._longest_shared, self._why_apart = 0.0, "its logits are more than a linear map of its hidden states"
-        if self.selects_logprobs:
-            decoder = inner(self.module).get_decoder()
-            self._longest_shared, self._why_apart = longest_row(decoder, self.device, self.compute_dtype)
         self._has_dropout = has_dropout(self.module)
         if settings.gradient_checkpointing:
             enable_checkpointing(inner(self.module), settings.path)
@@ -347,7 +348,8 @@ class Reference:
             policy.check_weights(tensors)  # before others wait for them
         self._policy = policy
         self._adapters: list[Tensor] | None = None
-        with policy.ranks.together(command):
+        what = f"the copy of model {policy.settings.path} that the loss compares with"
+        with policy.ranks.together(command), within_memory(what, WITHOUT_COPY, alone=policy.ranks.num == 1):
             if policy.settings.lora is None:
                 self._policy = policy.frozen_copy()
                 _load(self._policy, tensors)
@@ -383,10 +385,7 @@ class Reference:
 
 def _load(policy: PolicyModel, tensors: dict[str, Tensor] | None) -> None:
     """None: rank 0 has them."""
-    if tensors is None:
-        policy.take_weights()
-    else:
-        policy.load_weights(tensors)
+    policy.take_weights() if tensors is None else policy.load_weights(tensors)
 
 
 def _values(policy: PolicyModel) -> list[Tensor]:

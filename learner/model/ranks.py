@@ -22,6 +22,10 @@ class Ranks:
     num = 1
     index = 0
 
+    def of_job(self, job_id: str) -> "Ranks":
+        """The same processes, for the work on one job: several may be in work in turn."""
+        return self
+
     def divide(self, plain: Divide, lengths: Sequence[int], units: Sequence[Unit], max_tokens: int) -> list[MicroBatch]:
         """The micro-batches of this process, as `plain` makes them. `lengths`: tokens of each row.
 

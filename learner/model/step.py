@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rollstream.learner.algorithms import off_policy
-from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Normaliser
+from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Normaliser, Row
 from rollstream.learner.model import collate
-from rollstream.learner.model.aggregation import aggregated, corrected_rows, divisors
+from rollstream.learner.model.aggregation import aggregated, backward, corrected_rows, divisors
 from rollstream.learner.model.memory import MicroBatchBudget, in_optimizer_step
 from rollstream.learner.model.micro_batch import MicroBatch, TrainRow, Unit, moved
 from rollstream.learner.model.optimizer import learning_rate, set_learning_rate, take_step
@@ -112,11 +112,11 @@ def train_batch(
     version: int | None = None,
     skipped_in_row: int = 0,
     budget: MicroBatchBudget | None = None,
+    check: Callable[[list[TrainRow]], None] | None = None,
 ) -> StepResult:
-    """Take the optimizer steps of manifest `index`, one a mini-batch of each pass; none if nothing is left to train.
-    Blocking.
+    """Take the optimizer steps of manifest `index`, one a mini-batch of each pass, if anything is left. Blocking.
 
-    `settings.algorithm`: `algorithm`'s own settings. `seed` decides the mini-batches and dropout. `reference`: what the
+    `check` raises if the model cannot take a row. `seed` decides the mini-batches and dropout. `reference`: what the
     loss compares with, if it does. `version`: of the weights, which tokens' versions are compared with. A step whose
     loss or gradient is not finite is skipped; `skipped_in_row`: those before this batch. `budget`: of the
     micro-batches, as the job says without it. Raises RunFailedError if more steps in a row than
@@ -124,7 +124,7 @@ def train_batch(
     """
     chosen = settings.algorithm
     prepared = algorithm.prepare(replace(batch, revision=settings.revision), chosen)
-    rows, units = collate.prepared_rows(batch, prepared)
+    rows, units = collate.prepared_rows(batch, prepared, check)
     passes = [collate.mini_batches(units, chosen.mini_batches, one) for one in _seeds(seed, chosen.num_iterations)]
     parts = [part for one in passes for part in one]
     compares = version is not None and chosen.needs.behaviour and settings.revision >= COMPARES_SINCE
@@ -185,10 +185,15 @@ def _dividing(
     model: PolicyModel, rows: Sequence[TrainRow], units: Sequence[Unit], settings: JobSettings, *, versions: bool
 ) -> Callable[[Sequence[Unit], int], list[MicroBatch]]:
     """A function that makes the micro-batches of this process. `versions`: include those that sampled each token."""
-    longest = max((len(rows[index].row.token_ids) for unit in units for index in unit), default=0)
-    shares = settings.revision >= SHARES_SINCE and model.shares_prefixes(longest)
+    shares = shares_prefixes(model, (rows[index].row for unit in units for index in unit), settings)
     plain = partial(collate.tree_micro_batches if shares else collate.micro_batches, rows, versions=versions)
     return partial(model.ranks.divide, plain, [len(one.row.token_ids) for one in rows])
+
+
+def shares_prefixes(model: PolicyModel, rows: Iterable[Row], settings: JobSettings) -> bool:
+    """Whether a job computes rows as a prefix tree."""
+    longest = max((len(row.token_ids) for row in rows), default=0)
+    return settings.revision >= SHARES_SINCE and model.shares_prefixes(longest)
 
 
 def micro_batch_tokens(settings: JobSettings, device: torch.device) -> int:
@@ -246,7 +251,7 @@ def _gradients(
         if chosen.corrects_off_policy:
             found = corrected_rows(found, tokens)
         share = aggregated(found, tokens, work.normaliser, count, counts)
-        (share * 0.0 if batch.is_filler else share).backward()
+        backward(share * 0.0 if batch.is_filler else share, chosen.name)
         _add(seen_sums, found.sums, model.device)
         for name, value in _counted(micro_batch).items() if not batch.is_filler else ():
             sums[name] += value

@@ -17,10 +17,9 @@ from torch.nn.attention import varlen
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rollstream.learner.model.memory import is_out_of_memory
 from rollstream.learner.model.micro_batch import moved
 from rollstream.learner.model.prefixes import AttentionBlock, PrefixTree, tree_of
-from rollstream.schemas.errors import ModelError
+from rollstream.schemas.errors import ModelError, is_out_of_memory
 from rollstream.schemas.variables import one_line
 
 NAME = "rollstream_prefix_tree"

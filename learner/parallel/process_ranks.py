@@ -1,12 +1,13 @@
 """The processes of a torchrun: who they are, what they tell each other, and which rows each one computes."""
 
+import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import torch
@@ -29,8 +30,26 @@ _FAILED, _DONE, _UNDONE = b"!", b"+", b"-"
 """First byte of a process's message to the others: that it failed, or within `agreed` that it has done something or
 not.
 """
-END = "end"
-"""The last command of rank 0."""
+LOAD, DROP, END = "load", "drop", "end"
+"""Commands of rank 0: to load a job's model, to let go of it, and its last one."""
+
+
+@dataclass(slots=True)
+class _CommonWork:
+    """The work of this process with the others, whichever job it is for."""
+
+    is_within: bool = False
+    has_ended: bool = False
+    """Another process has left it, because it failed."""
+
+
+class Command(NamedTuple):
+    """An order of rank 0 to the others."""
+
+    name: str
+    job_id: str
+    """Empty: it is about no job."""
+    data: bytes
 
 
 class ProcessRanks(Ranks):
@@ -42,9 +61,13 @@ class ProcessRanks(Ranks):
         self._local_index = local_index
         self._control: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._meshes: dict[str, DeviceMesh] = {}
-        self._is_within = False
-        self._has_ended = False
-        """Another process has left the common work, because it failed."""
+        self._job_id = ""
+        self._work = _CommonWork()
+
+    def of_job(self, job_id: str) -> "ProcessRanks":
+        found = copy.copy(self)
+        found._job_id = job_id
+        return found
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """All processes in one dimension, on devices of this kind."""
@@ -88,22 +111,22 @@ class ProcessRanks(Ranks):
     @contextmanager
     def together(self, command: str, data: bytes = b"") -> Iterator[None]:
         """Raises RunFailedError if another process failed at it."""
-        if self._is_within:
+        if self._work.is_within:
             yield
             return
         if self.index == 0:
             self.send(command, data)
-        self._is_within, self._has_ended = True, False
+        self._work.is_within, self._work.has_ended = True, False
         try:
             yield
         except (RollstreamError, OSError) as error:
-            if not self._has_ended:
+            if not self._work.has_ended:
                 self.gathered(_FAILED + str(error).encode())
             raise
         else:
             _check(self.gathered(b""), command)
         finally:
-            self._is_within = False
+            self._work.is_within = False
 
     def agreed(self, work: Callable[[], bytes], what: str) -> list[bytes]:
         """Within `together`: what the work of each process gave, by rank. No process goes on if that of one failed.
@@ -116,7 +139,7 @@ class ProcessRanks(Ranks):
         except (RollstreamError, OSError) as error:
             failure, own = error, _UNDONE + str(error).encode()
         found = self.gathered(own)
-        self._has_ended = any(one[:1] not in (_DONE, _UNDONE) for one in found)  # it failed before it came here
+        self._work.has_ended = any(one[:1] not in (_DONE, _UNDONE) for one in found)  # it failed before it came here
         if failure is not None:
             raise failure
         _check([b"" if one[:1] == _DONE else one for one in found], what)
@@ -124,18 +147,19 @@ class ProcessRanks(Ranks):
 
     def send(self, command: str, data: bytes = b"") -> None:
         """Tell the others, which must `receive`."""
-        written = orjson.dumps(command) + b"\n" + data
+        written = orjson.dumps([command, self._job_id]) + b"\n" + data
         dist.broadcast(torch.tensor([len(written)]), 0, group=self._control)
         dist.broadcast(_tensor(written), 0, group=self._control)
 
-    def receive(self) -> tuple[str, bytes]:
+    def receive(self) -> Command:
         """Receive rank 0's next command, however long that takes."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, 0, group=self._control)
         written = torch.zeros(int(size), dtype=torch.uint8)
         dist.broadcast(written, 0, group=self._control)
-        command, _, data = written.numpy().tobytes().partition(b"\n")
-        return orjson.loads(command), data
+        head, _, data = written.numpy().tobytes().partition(b"\n")
+        name, job_id = orjson.loads(head)
+        return Command(name, job_id, data)
 
     def _gathered(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         """Values of every process, by rank."""

@@ -1,7 +1,7 @@
 """Privileged context: the text of each trajectory that only its scorer sees, from the inputs of its task."""
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from typing import Any
 
 import orjson
@@ -15,20 +15,33 @@ from rollstream.schemas.events import JobSubmitted, RunStarted, TrajectoryAssemb
 from rollstream.schemas.settings import ArtifactRef
 
 Read = Callable[[ArtifactRef], Awaitable[bytes]]
+Inputs = Mapping[str, Mapping[str, Any]]
+"""Inputs of examples by their ids."""
 
 
-async def contexts_of(
-    template: str, log: EventLog, job: JobSubmitted, read: Read, trajectories: Sequence[TrajectoryAssembled]
-) -> list[str]:
-    """The template with the inputs of each trajectory's example, from the dataset of the job's run.
+async def inputs_of(log: EventLog, job: JobSubmitted, read: Read, wanted: Set[str]) -> Inputs:
+    """Inputs of the wanted examples, from the dataset of the job's run. The rest of the dataset is discarded.
+
+    It reads, hashes and parses the whole dataset: ask once for a batch.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    started = await _started(log, job)
+    for line in filter(bytes.strip, (await read(started.dataset)).splitlines()):
+        example = orjson.loads(line)
+        if example["example_id"] in wanted:
+            found[example["example_id"]] = example["inputs"]
+    return found
+
+
+def contexts_of(template: str, trajectories: Sequence[TrajectoryAssembled], inputs: Inputs) -> list[str]:
+    """The template with the inputs of each trajectory's example.
 
     Raises RunFailedError naming an example that the dataset lacks or a key that its inputs lack.
     """
-    inputs = await _inputs(log, job, read, {one.example_id for one in trajectories})
     return [_filled(template, one.example_id, inputs) for one in trajectories]
 
 
-def _filled(template: str, example_id: str, inputs: Mapping[str, Mapping[str, Any]]) -> str:
+def _filled(template: str, example_id: str, inputs: Inputs) -> str:
     known = inputs.get(example_id)
     if known is None:
         raise RunFailedError(
@@ -44,17 +57,6 @@ def _filled(template: str, example_id: str, inputs: Mapping[str, Mapping[str, An
         return known[name] if isinstance(known[name], str) else orjson.dumps(known[name]).decode()
 
     return CONTEXT_KEY.sub(value, template)
-
-
-async def _inputs(log: EventLog, job: JobSubmitted, read: Read, wanted: set[str]) -> dict[str, dict[str, Any]]:
-    """Inputs of the wanted examples. The rest of the dataset is discarded."""
-    found: dict[str, dict[str, Any]] = {}
-    started = await _started(log, job)
-    for line in filter(bytes.strip, (await read(started.dataset)).splitlines()):
-        example = orjson.loads(line)
-        if example["example_id"] in wanted:
-            found[example["example_id"]] = example["inputs"]
-    return found
 
 
 async def _started(log: EventLog, job: JobSubmitted) -> RunStarted:

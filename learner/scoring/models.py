@@ -13,10 +13,11 @@ from torch import Tensor
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.learner.algorithms.base import KeptRow, Row
 from rollstream.learner.model import collate
-from rollstream.learner.model.collate import rows_of
-from rollstream.learner.model.memory import MicroBatchBudget
+from rollstream.learner.model.collate import check_lengths, rows_of
+from rollstream.learner.model.loading import num_positions
+from rollstream.learner.model.memory import MicroBatchBudget, within_memory
 from rollstream.learner.model.micro_batch import MicroBatch, TrainRow
-from rollstream.learner.model.policy import PolicyModel, Reference
+from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
 from rollstream.learner.model.ranks import Ranks, of_all
 from rollstream.learner.model.step import micro_batch_tokens
 from rollstream.learner.scoring.index import scorers_of
@@ -40,7 +41,8 @@ class TeacherModel:
         with torch.random.fork_rng(devices=[]):
             self.model = PolicyModel(settings, seed=0, path=path)
         self.model.module.eval().requires_grad_(requires_grad=False)
-        self.model.hold_in(self.model.compute_dtype)
+        with within_memory(f"teacher {settings.path} on {self.model.device}"):
+            self.model.hold_in(self.model.compute_dtype)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
@@ -85,6 +87,7 @@ class ScoringModels:
 
         Of several processes all take them, and rank 0 alone gives them.
         """
+        compute_as_set(self._settings)
         self._reference = Reference(self._policy, weights, what)
 
     def score(
@@ -99,20 +102,21 @@ class ScoringModels:
         Of several processes all compute the policy's own earlier weights, and each gets the values of all; rank 0
         alone asks a teacher.
         """
+        compute_as_set(self._settings)
         rows: list[Row] = []
         for member, trajectory in enumerate(trajectories):
             rows += rows_of(trajectory, needs_logprobs=scorer.over_kept, member=member)
         rows_with_context = [self._with_context(row, contexts[row.member]) if contexts else row for row in rows]
         ranks = Ranks() if scorer.model else self._policy.ranks
         with ranks.together("score", encoded(scorer, trajectories, contexts) if ranks.num > 1 else b""):
-            found = self._found(scorer, rows_with_context)
+            found = self._found(scorer, rows_with_context, [one.trajectory_id for one in trajectories])
         values = [[np.zeros(tokens.count(s.token_ids), np.float32) for s in one.sequences] for one in trajectories]
         for row, logprobs_N in zip(rows, found, strict=True):
             values[row.member][row.sequence][row.mask] = logprobs_N
         return [flat(trajectory, of_it) for trajectory, of_it in zip(trajectories, values, strict=True)]
 
-    def _found(self, scorer: Scorer, rows: Sequence[Row]) -> list[Logprobs]:
-        """Log-probabilities of the tokens on the mask, by row."""
+    def _found(self, scorer: Scorer, rows: Sequence[Row], names: Sequence[str]) -> list[Logprobs]:
+        """Log-probabilities of the tokens on the mask, by row. `names`: of the trajectories."""
         teacher = teacher_of(self._settings.algorithm)
         if scorer.model and teacher is not None and teacher.url:
             if scorer.temperature != 1 or any(row.kept is not None for row in rows):
@@ -120,6 +124,13 @@ class ScoringModels:
             found = self._served_teacher(scorer.model, teacher.url).logprobs([row.token_ids for row in rows])
             return [values_T[row.mask] for row, values_T in zip(rows, found, strict=True)]
         model, asked = self._model(scorer)
+        check_lengths(
+            rows,
+            num_positions(model.module),
+            lambda row: f"trajectory {names[row.member]}, sequence {row.sequence}",
+            shares=model.shares_prefixes(max((len(row.token_ids) for row in rows), default=0)),
+            shorten="a shorter algorithm.context" if scorer.context else "",
+        )
         of_rows = self._logprobs(model, asked, [TrainRow(row, row.mask) for row in rows], scorer.temperature)
         return [logprobs_N.float().cpu().numpy() for logprobs_N in of_rows]
 
@@ -208,6 +219,11 @@ class ScoringModels:
         failpoint("learner/within-scores-of-group")
         found = of_all(own, model.ranks, torch.device("cpu"))
         return [found[index] for index in range(len(rows))]
+
+
+def compute_as_set(settings: JobSettings) -> None:
+    """Set what torch has once a process as a job's settings say: another job may have been at work in between."""
+    make_deterministic(settings.threads, deterministic=settings.model.deterministic)
 
 
 def encoded(scorer: Scorer, trajectories: Sequence[TrajectoryAssembled], contexts: Sequence[str]) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.eventlog.http.http_json import MAX_ANSWER_BYTES, HttpServer, TryAgainError, shown
+from rollstream.eventlog.http.http_json import MAX_ANSWER_BYTES, HttpServer, Limit, TryAgainError, shown
 from rollstream.learner.scoring.prompt_logprobs import WAYS, OtherTokensError, Way, compared
 from rollstream.schemas.errors import ModelError
 
@@ -22,6 +22,8 @@ TRIES = 7
 """Number of tries, with pauses of 1 s, 2 s, ...: a minute in which a server may be restarted."""
 RETRY_WAIT_S = 1.0
 TIMEOUT_S = 600.0
+"""Seconds in which a request must be answered: one that is not is not repeated, because all training waits for it."""
+REMEDY = "check that it serves, or set algorithm.teacher_url to a server that does"
 TOLD_BYTES = 300
 """Room in an answer for a token with its log-probability."""
 MAX_PROBED = 256
@@ -88,7 +90,7 @@ class ServedTeacher:
 
     def _http(self, timeout_s: float) -> HttpServer:
         http = HttpServer(self._url, timeout_s=timeout_s, key=self._key, key_variable=KEY_VARIABLE)
-        http.name = f"teacher {self._url}"
+        http.name, http.limit, http.remedy = f"teacher {self._url}", Limit(timeout_s, setting=""), REMEDY
         return http
 
     async def _asked(self, rows: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:

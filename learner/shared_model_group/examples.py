@@ -182,9 +182,10 @@ def _with_verdict(agent: GroupAgent, rollout: RecordedRollout, label: int) -> Re
     steps = list(rollout.steps)
     last = steps[own[-1]]
     assert last.chat is not None
-    answer: dict[str, Any] = {"role": "assistant", "content": agent.verdict_texts[label]}
+    text = agent.verdict_texts[int(label)]
+    answer: dict[str, Any] = {"role": "assistant", "content": text}
     chat = last.chat.model_copy(update={"answer": answer, "logprobs": None})
-    data = {**(last.data or {}), "output": agent.verdict_texts[label]}
+    data = {**(last.data or {}), "output": text}
     steps[own[-1]] = last.model_copy(update={"chat": chat, "tokens": None, "data": data})
     return rollout.model_copy(update={"steps": tuple(steps)})
 

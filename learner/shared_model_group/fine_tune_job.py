@@ -5,7 +5,7 @@ batch is an epoch of the job's plan: its examples are played from their records,
 are submitted, which lets curation plan one manifest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rollstream.eventlog import codec
@@ -50,6 +50,30 @@ def job_id_of(model_group: str, settings: JobSettings, fine_tune: FineTune) -> s
     content: Any = [fine_tune.data_sha256, fine_tune.config_sha256, fine_tune.parent_version, fine_tune.num_batches]
     digest = codec.canonical_digest(content)
     return ids.fine_tune_job_id(model_group, settings.kind, digest, fine_tune.attempt)
+
+
+def attempts_of(submitted: JobSubmitted, jobs: Iterable[FineTuneJob]) -> dict[int, FineTuneJob]:
+    """All attempts at a job by number, whichever of them `submitted` is. `jobs`: those of its group."""
+    first, found = _first_id(submitted), dict[int, FineTuneJob]()
+    for job in jobs:
+        one = job.submitted
+        if one is not None and one.fine_tune is not None and _first_id(one) == first:
+            found[one.fine_tune.attempt] = job
+    return found
+
+
+def next_batch(submitted: JobSubmitted, attempts: Iterable[FineTuneJob]) -> int:
+    """The first batch that no attempt at a job has trained, or the last one if all are.
+
+    A version may come after the cancellation of its job, and so after the next attempt has been submitted. That attempt
+    fails, and the one after it must know the version.
+    """
+    reached = 0
+    for job in attempts:
+        if job.submitted is not None:
+            first_batch = fine_tune_of(job.submitted).first_batch
+            reached = max(reached, first_batch + max(0, job.version - job.submitted.base_version))
+    return min(reached, fine_tune_of(submitted).num_batches - 1)
 
 
 def num_batches(num_examples: int, batch_size: int, num_epochs: int) -> int:
@@ -197,6 +221,12 @@ def fine_tune_of(submitted: JobSubmitted) -> FineTune:
     return submitted.fine_tune
 
 
+def _first_id(submitted: JobSubmitted) -> str:
+    """Id of the first attempt at a job."""
+    first = fine_tune_of(submitted).model_copy(update={"attempt": 0})
+    return job_id_of(submitted.model_group, submitted.settings, first)
+
+
 def _released(job: FineTuneJob, submitted: JobSubmitted, cause: str, time_ms: int) -> Iterator[Event]:
     """Ends the open tasks of a job, and has curation let go of its examples."""
     if submitted.fine_tune is None:
@@ -261,7 +291,7 @@ def _refusal(submitted: JobSubmitted, epoch: int, group: GroupClosed) -> str:
     if not any(member.has_logprobs for member in group.members):
         return "has no log-probabilities, which RL needs"
     trains_at, bound = submitted.base_version + epoch, fine_tune_of(submitted).max_staleness
-    sampled_at = min(member.min_version for member in group.members)
+    sampled_at = min(member.min_version for member in group.members if member.num_completion_tokens)
     if trains_at - sampled_at > bound:
         return f"was sampled at version {sampled_at} and would train version {trains_at}; max_staleness is {bound}"
     return ""

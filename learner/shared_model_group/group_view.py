@@ -1,5 +1,6 @@
 """Reads what the log says of one model group into its state, and keeps it up to date. Never writes."""
 
+import asyncio
 from collections.abc import Mapping
 
 from rollstream.eventlog.codec import kind_of
@@ -21,18 +22,22 @@ class GroupView:
         self.run_started: RunStarted | None = None
         self._log = log
         self._reader = reader
+        self._reading = asyncio.Lock()
+        """Held from a read until its records are in the state: a reader's position is ahead of it in between."""
         self._keys = (ids.run_of(model_group).encode(), model_group.encode())
 
     async def refresh(self) -> ModelGroupState:
         """Take in everything that the log holds by now. Raises LogError."""
         ends = {topic: (await self._log.end_offsets(topic))[0] for topic in TOPICS}
-        while any(self._reader.position(TopicPartition(topic, 0)) < end for topic, end in ends.items()):
-            await self._poll(1.0)
+        async with self._reading:
+            while any(self._reader.position(TopicPartition(topic, 0)) < end for topic, end in ends.items()):
+                await self._poll(1.0)
         return self.state
 
     async def wait(self, timeout_s: float) -> ModelGroupState:
         """Take in the next records; wait up to `timeout_s` for some."""
-        await self._poll(timeout_s)
+        async with self._reading:
+            await self._poll(timeout_s)
         return self.state
 
     async def close(self) -> None:

@@ -142,6 +142,7 @@ class ModelGroupState:
 
     model_group: str
     jobs: Mapping[str, FineTuneJob] = field(default_factory=lambda: MappingProxyType({}))
+    """Jobs by id, as their own records say; `job`, `queue` and `history` also know of the end of the run."""
     newest_version: int = -1
     """Newest published version of the weights; -1 before the base version."""
     owner: Owner | None = None
@@ -164,13 +165,13 @@ class ModelGroupState:
     @property
     def queue(self) -> tuple[FineTuneJob, ...]:
         """Submitted jobs that are not over, in the order in which the learner takes them."""
-        waiting = [job for job in self.jobs.values() if job.submitted is not None and not job.is_over]
+        waiting = [job for job in map(self.job, self.jobs) if job.submitted is not None and not job.is_over]
         return tuple(sorted(waiting, key=lambda job: job.submitted_offset))
 
     @property
     def history(self) -> tuple[FineTuneJob, ...]:
         """Every job that was created, in the order of its first record in `jobs`."""
-        known = (job for job in self.jobs.values() if job.status != "not_found")
+        known = (job for job in map(self.job, self.jobs) if job.status != "not_found")
         return tuple(sorted(known, key=lambda job: (_first_offset(job), job.job_id)))
 
     @property
@@ -181,8 +182,21 @@ class ModelGroupState:
         return max([0, self.newest_version, *expected])
 
     def job(self, job_id: str) -> FineTuneJob:
-        """The job of that id; of status `not_found` if the log has none."""
-        return self.jobs.get(job_id, FineTuneJob(job_id))
+        """The job of that id; of status `not_found` if the log has none.
+
+        A job that is not over when its run ends is cancelled by the end, also if no learner is left to write that.
+        """
+        job, ended = _job(self, job_id), self.run_ended
+        if ended is None or job.is_over or job.status == "not_found":
+            return job
+        cancelled = JobCancelled(
+            run_id=ended.run_id,
+            time_ms=ended.time_ms,
+            job_id=job_id,
+            model_group=self.model_group,
+            cause=JobCancelled.BY_END,
+        )
+        return replace(job, outcome=cancelled, closed=MappingProxyType({}))
 
 
 def initial(model_group: str) -> ModelGroupState:
@@ -198,18 +212,23 @@ def evolve(state: ModelGroupState, received: Received) -> ModelGroupState:
         return replace(state, run_ended=event) if is_ours and state.run_ended is None else state
     if isinstance(event, GroupClosed | EpochSealed | JobStarted | EpochStarted):
         is_ours = ids.is_fine_tune_of(state.model_group, event.job_id)
-        return _with_job(state, _planned(state.job(event.job_id), event)) if is_ours else state
+        return _with_job(state, _planned(_job(state, event.job_id), event)) if is_ours else state
     if getattr(event, "model_group", None) != state.model_group:
         return state
     match event:
         case BatchPlanned():
-            return _with_job(state, _planned(state.job(event.job_id), event))
+            return _with_job(state, _planned(_job(state, event.job_id), event))
         case JobEvent():
             return _taken(state, event, offset)
         case LearnerClaimed():
             return replace(state, owner=terms.claimed(state.owner, event, offset))
         case WeightsPublished() if not terms.is_void(state.owner, event):
-            return replace(state, newest_version=max(state.newest_version, event.version))
+            state = replace(state, newest_version=max(state.newest_version, event.version))
+            return (
+                state
+                if event.batch_id is None
+                else _with_job(state, _yielded(_job(state, event.job_id), event.version))
+            )
         case WeightsLoaded():
             newest = max(event.version, state.loaded.get(event.engine, -1))
             return replace(state, loaded=MappingProxyType({**state.loaded, event.engine: newest}))
@@ -217,13 +236,17 @@ def evolve(state: ModelGroupState, received: Received) -> ModelGroupState:
             return state
 
 
+def _job(state: ModelGroupState, job_id: str) -> FineTuneJob:
+    return state.jobs.get(job_id, FineTuneJob(job_id))
+
+
 def _taken(state: ModelGroupState, event: JobEvent, offset: int) -> ModelGroupState:
-    job = state.job(event.job_id)
+    job = _job(state, event.job_id)
     match event:
         case JobSubmitted() if job.submitted is None or offset < job.submitted_offset:
             job = replace(job, submitted=event, submitted_offset=offset)
         case JobProgressed():
-            job = replace(job, percent=max(job.percent, event.percent), version=max(job.version, event.version))
+            job = _yielded(replace(job, percent=max(job.percent, event.percent)), event.version)
         case ModelSwitched() if job.switched_to is None or offset < job.switched_offset:
             job = replace(job, switched_to=event.version, switched_offset=offset)
         case JobSucceeded() | JobFailed() | JobCancelled() | JobSkipped():
@@ -250,6 +273,11 @@ def _planned(job: FineTuneJob, event: Event) -> FineTuneJob:
             return replace(job, closed=MappingProxyType({**job.closed, event.group_id: event}))
         case _:
             return job
+
+
+def _yielded(job: FineTuneJob, version: int) -> FineTuneJob:
+    """A version counts once it is published: its JobProgressed may be missing after a crash."""
+    return replace(job, version=max(job.version, version))
 
 
 def _with_job(state: ModelGroupState, job: FineTuneJob) -> ModelGroupState:

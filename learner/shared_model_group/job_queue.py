@@ -6,6 +6,7 @@ whoever opens the group later goes on from any point: 1. examples as an artifact
 every batch its tasks, then EpochStarted, 5. once all groups of a batch are closed, its SubmissionReceived.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.run_offsets import LETTERS, PARTITIONED, TOPICS, ends_now, start_offsets_of
 from rollstream.learner.shared_model_group import examples, fine_tune_job
 from rollstream.learner.shared_model_group.group_view import GroupView, view
-from rollstream.learner.shared_model_group.job_lifecycle import FineTuneJob, ModelGroupState
+from rollstream.learner.shared_model_group.job_lifecycle import FAILURES, FineTuneJob, ModelGroupState
 from rollstream.learner.shared_model_group.parameters import JobStateError
 from rollstream.learner.versions import library_versions
 from rollstream.schemas import ids
@@ -59,6 +60,8 @@ class JobQueue:
         self._run_id = ids.run_of(model_group)
         self._starts = starts
         self._now_ms = now_ms
+        self._changing = asyncio.Lock()
+        """Held by a submission, skip, retry or cancellation until the state has it: the next one builds on it."""
         self._sent: set[str] = set()
         """Ids of events that were sent for open jobs and are not in the state yet."""
 
@@ -75,19 +78,28 @@ class JobQueue:
         known = await start_offsets_of(log, run_id, (*TOPICS, LETTERS, *PARTITIONED))
         seen = await view(log, model_group, known)
         queue = cls(log, artifacts, seen, model_group, starts=known, now_ms=now_ms)
-        if seen.run_started is None:
-            queue._starts = now
-            await log.send(await queue._run_started(seed))
-            await seen.refresh()
-        elif seen.state.run_ended is not None:
+        try:
+            if seen.run_started is None:
+                queue._starts = now
+                await log.send(await queue._run_started(seed))
+                await seen.refresh()
+            elif seen.state.run_ended is not None:
+                raise JobStateError(f"run {run_id} has ended ({seen.state.run_ended.cause}); begin another run")
+        except BaseException:
             await seen.close()
-            raise JobStateError(f"run {run_id} has ended ({seen.state.run_ended.cause}); begin another run")
+            raise
         return queue
 
     @property
     def state(self) -> ModelGroupState:
         """State as of the last read."""
         return self._view.state
+
+    def check_run(self) -> None:
+        """Raises JobStateError once the run has ended: it takes no further jobs."""
+        ended = self.state.run_ended
+        if ended is not None:
+            raise JobStateError(f"run {self._run_id} has ended ({ended.cause}); open the group in another run")
 
     async def close(self) -> None:
         """Let go of the log's reader."""
@@ -124,49 +136,55 @@ class JobQueue:
         return await self._view.refresh()
 
     async def submit(self, job_id: str, settings: JobSettings, fine_tune: FineTune) -> None:
-        """Submit a job unless the log has it, behind those that are open; then start it."""
-        if self.state.job(job_id).status == "not_found":
-            submitted = JobSubmitted(
-                **self._common(job_id),
-                base_version=self.state.next_base_version,
-                settings=settings,
-                start_offsets=self._starts,
-                fine_tune=fine_tune,
-            )
-            await self._log.send(submitted)
+        """Submit a job unless the log has it, behind those that are open; then start it. Raises JobStateError."""
+        async with self._changing:
+            await self._view.refresh()
+            await self._submit(job_id, settings, fine_tune)
         await self.advance()
 
     async def skip(self, job_id: str, kind: JobKind, fine_tune: FineTune, min_examples: int) -> None:
-        """Record that there is too little to train on."""
-        if self.state.job(job_id).status == "not_found":
-            skipped = JobSkipped(
-                **self._common(job_id),
-                job_kind=kind,
-                num_examples=fine_tune.num_examples,
-                min_examples=min_examples,
-                version=fine_tune.parent_version,
-                name=fine_tune.name,
-            )
-            await self._log.send(skipped)
-        await self._view.refresh()
+        """Record that there is too little to train on. Raises JobStateError."""
+        async with self._changing:
+            state = await self._view.refresh()
+            self.check_run()
+            if state.job(job_id).status == "not_found":
+                skipped = JobSkipped(
+                    **self._common(job_id),
+                    job_kind=kind,
+                    num_examples=fine_tune.num_examples,
+                    min_examples=min_examples,
+                    version=fine_tune.parent_version,
+                    name=fine_tune.name,
+                )
+                await self._log.send(skipped)
+            await self._view.refresh()
 
-    async def cancel(self, job: FineTuneJob, cause: str) -> None:
+    async def cancel(self, job_id: str, cause: str) -> None:
         """Cancel a job that is not over."""
-        await self._log.send_all(fine_tune_job.cancel_events(job, cause, self._now_ms()))
-        await self._view.refresh()
+        async with self._changing:
+            state = await self._view.refresh()
+            await self._log.send_all(fine_tune_job.cancel_events(state.job(job_id), cause, self._now_ms()))
+            await self._view.refresh()
 
-    async def retry(self, submitted: JobSubmitted, newest_version: int) -> str:
-        """A further attempt, from the batch that the one before had reached; returns its id.
+    async def retry(self, submitted: JobSubmitted) -> str:
+        """A further attempt, from the first batch that no attempt has trained; returns its id.
 
-        `newest_version`: that the attempt before yielded, -1 if none.
+        If the newest attempt has neither failed nor been cancelled, it is the one. Raises JobStateError if the run has
+        ended.
         """
         before = fine_tune_job.fine_tune_of(submitted)
-        num_trained = max(0, newest_version - submitted.base_version)
-        first = min(before.first_batch + num_trained, before.num_batches - 1)
-        again = before.model_copy(update={"attempt": before.attempt + 1, "first_batch": first})
-        settings = submitted.settings.model_copy(update={"num_versions": before.num_batches - first})
-        job_id = fine_tune_job.job_id_of(self._model_group, settings, again)
-        await self.submit(job_id, settings, again)
+        async with self._changing:
+            state = await self._view.refresh()
+            attempts = fine_tune_job.attempts_of(submitted, state.history)
+            newest = max(attempts)
+            if attempts[newest].status not in FAILURES:
+                return attempts[newest].job_id
+            first = fine_tune_job.next_batch(submitted, attempts.values())
+            again = before.model_copy(update={"attempt": newest + 1, "first_batch": first})
+            settings = submitted.settings.model_copy(update={"num_versions": before.num_batches - first})
+            job_id = fine_tune_job.job_id_of(self._model_group, settings, again)
+            await self._submit(job_id, settings, again)
+        await self.advance()
         return job_id
 
     async def switch(self, job_id: str, version: int) -> None:
@@ -178,6 +196,20 @@ class JobQueue:
         """Examples as an artifact. Raises StoreUnavailableError."""
         lines = b"\n".join(group.model_dump_json(exclude_defaults=True).encode() for group in groups)
         return await put(self._artifacts, lines, ".jsonl", f"store the examples of a job of {self._model_group}")
+
+    async def _submit(self, job_id: str, settings: JobSettings, fine_tune: FineTune) -> None:
+        """Send a JobSubmitted unless the log has it, and take it in. Its sender holds `_changing`."""
+        self.check_run()
+        if self.state.job(job_id).status == "not_found":
+            submitted = JobSubmitted(
+                **self._common(job_id),
+                base_version=self.state.next_base_version,
+                settings=settings,
+                start_offsets=self._starts,
+                fine_tune=fine_tune,
+            )
+            await self._log.send(submitted)
+        await self._view.refresh()
 
     async def _start(self, job: FineTuneJob, submitted: JobSubmitted, fine_tune: FineTune) -> None:
         """Send what the log lacks of a job's start."""

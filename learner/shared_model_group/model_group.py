@@ -82,9 +82,8 @@ class SharedModelGroup:
         self._opened: JobQueue | None = None
         self._job_id: str | None = None
         self._version: int | None = None
-        """The version that a restored checkpoint speaks with; None: that of the newest switch."""
-        for agent in self._agents.values():
-            agent.group = self
+        """The version of a restored checkpoint, or of a switch to its job; None: that of the newest switch."""
+        parameters.join(self._agents.values(), self)
 
     @classmethod
     async def open(
@@ -111,8 +110,7 @@ class SharedModelGroup:
         if self._opened is not None:
             await self._opened.close()
             self._opened = None
-        for agent in self._agents.values():
-            agent.group = None
+        parameters.leave(self._agents.values(), self)
 
     async def end_run(self) -> None:
         """End the run, and with it every open job: for a run that the group began."""
@@ -256,11 +254,7 @@ class SharedModelGroup:
         await self._queue.advance()
         return self._known(job_id).progress
 
-    async def wait_for_fine_tune_job(
-        self,
-        job_id: str | None = None,
-        timeout: float | None = None,
-    ) -> JobStatus:
+    async def wait_for_fine_tune_job(self, job_id: str | None = None, timeout: float | None = None) -> JobStatus:
         """The status of a job once it is over. Raises TimeoutError, JobStateError for no such job."""
         await self._queue.advance()
         wanted = self._known(job_id).job_id
@@ -270,19 +264,20 @@ class SharedModelGroup:
     async def cancel_fine_tune_job(self, job_id: str | None = None, cause: str = "cancelled by its group") -> None:
         """Cancel a job; one that is over stays as it is. Raises JobStateError for no such job."""
         await self._queue.advance()
-        await self._queue.cancel(self._known(job_id), cause)
+        await self._queue.cancel(self._known(job_id).job_id, cause)
 
     async def retry_fine_tune_job(self, job_id: str | None = None) -> str:
-        """A further attempt at a job that failed or was cancelled, from the batch that it had reached.
+        """A further attempt at a job that failed or was cancelled, from the batch that its attempts have reached.
 
-        Returns the attempt's id. Raises JobStateError for a job in any other status.
+        Returns the attempt's id, or that of the newest attempt if it is open or has succeeded. Raises JobStateError for
+        a job in any other status, and if the run has ended.
         """
         await self._queue.advance()
         job = self._known(job_id)
         if job.status not in FAILURES or job.submitted is None or job.submitted.fine_tune is None:
             raise JobStateError(f"job {job.job_id} is {job.status}; only a failed or cancelled job can be retried")
-        self._job_id = await self._queue.retry(job.submitted, job.version)
-        return self._job_id
+        again = self._job_id = await self._queue.retry(job.submitted)
+        return again
 
     async def switch_to_next_model(self) -> str:
         """Adopt the model of the job created last; returns its name. A skipped job leaves the model as it is.
@@ -297,7 +292,7 @@ class SharedModelGroup:
             raise JobStateError(f"job {job.job_id} is {job.status}{why}; switch once it has succeeded")
         if job.switched_to is None:
             await self._queue.switch(job.job_id, version)
-        self._version = None
+        self._version = None if version == self._state.version else version
         return self.model_name
 
     # ---- checkpoints ----
@@ -341,11 +336,8 @@ class SharedModelGroup:
         if not self.is_trainable:
             raise JobStateError(f"model group {self.model_group} is frozen and cannot be trained; train another group")
         fine_tune_job.check_groups(groups)
-        state = await self._queue.advance()
-        if state.run_ended is not None:
-            raise JobStateError(
-                f"run {self._run_id} has ended ({state.run_ended.cause}); open the group in another run"
-            )
+        await self._queue.advance()
+        self._queue.check_run()
         num_batches = fine_tune_job.num_batches(len(groups), self.options.batch_size, self.num_epochs)
         settings = parameters.job_settings(self.params, self.options, kind, num_batches)
         fine_tune = FineTune(
@@ -361,20 +353,25 @@ class SharedModelGroup:
             name=name or "",
             deadline_s=self.options.deadline_s,
         )
-        self._job_id = fine_tune_job.job_id_of(self.model_group, settings, fine_tune)
+        job_id = self._job_id = fine_tune_job.job_id_of(self.model_group, settings, fine_tune)
         if len(groups) < self.options.min_examples:
-            await self._queue.skip(self._job_id, kind, fine_tune, self.options.min_examples)
+            await self._queue.skip(job_id, kind, fine_tune, self.options.min_examples)
         else:
-            await self._queue.submit(self._job_id, settings, fine_tune)
-        return self._job_id
+            await self._queue.submit(job_id, settings, fine_tune)
+        return job_id
 
     async def _begin(self) -> None:
-        self._opened = await JobQueue.open(
-            self._log, self._artifacts, self.model_group, seed=self.options.seed, now_ms=self._now_ms
-        )
-        history = self._state.history
-        self._job_id = history[-1].job_id if history else None
-        await self._queue.advance()
+        """Open the jobs; a group that cannot be opened lets go of its agents, so that another one may have them."""
+        parameters.join(self._agents.values(), self)
+        seed, now_ms = self.options.seed, self._now_ms
+        try:
+            self._opened = await JobQueue.open(self._log, self._artifacts, self.model_group, seed=seed, now_ms=now_ms)
+            history = self._state.history
+            self._job_id = history[-1].job_id if history else None
+            await self._queue.advance()
+        except BaseException:
+            await self.close()
+            raise
 
     def _wanted(self, job_id: str | None) -> str:
         wanted = job_id or self._job_id

@@ -88,7 +88,9 @@ class FineTuneOptions(Settings):
     max_staleness: int = Field(default=0, ge=0)
     """Versions that rollouts of an RL job may be behind the version that they train."""
     grpo: GrpoSettings = Field(default_factory=GrpoSettings)
-    """Settings of RL jobs; `mini_batches` and `max_tokens_per_micro_batch` are those above."""
+    """Settings of RL jobs; `mini_batches` and `max_tokens_per_micro_batch` are those above. `dual_clip` is 3 unless
+    given here; None: no bound.
+    """
     keep_last: int = Field(default=8, ge=1)
     keep_every: int = Field(default=50, ge=1)
     seed: int = 0
@@ -143,9 +145,7 @@ def checked(agents: Iterable[GroupAgent], group_name: str) -> dict[str, GroupAge
         if agent.name in found:
             raise ConfigError(f"model group {group_name}: two agents are called {agent.name}; rename one of them")
         if agent.group is not None:
-            raise ConfigError(
-                f"agent {agent.name} already belongs to model group {agent.group.group_name}; an agent has one group"
-            )
+            raise _already_grouped(agent, agent.group)
         wanted = agent.shared_model_group
         if (wanted or agent.name) != group_name:
             says = f"is of model group {wanted}" if wanted else "has no shared_model_group"
@@ -157,6 +157,28 @@ def checked(agents: Iterable[GroupAgent], group_name: str) -> dict[str, GroupAge
     for agent in found.values():
         _check_equal(first, agent, group_name)
     return found
+
+
+def join(agents: Iterable[GroupAgent], group: ModelOfAgents) -> None:
+    """Make a group that of its agents. Raises ConfigError if one of them belongs to another one."""
+    for agent in agents:
+        if agent.group is not None and agent.group is not group:
+            raise _already_grouped(agent, agent.group)
+        agent.group = group
+
+
+def leave(agents: Iterable[GroupAgent], group: ModelOfAgents) -> None:
+    """Let go of the agents that belong to a group."""
+    for agent in agents:
+        if agent.group is group:
+            agent.group = None
+
+
+def _already_grouped(agent: GroupAgent, group: ModelOfAgents) -> ConfigError:
+    return ConfigError(
+        f"agent {agent.name} already belongs to model group {group.group_name}; close that group, or give each agent "
+        "one group"
+    )
 
 
 def _check_equal(first: GroupAgent, agent: GroupAgent, group_name: str) -> None:
@@ -200,5 +222,7 @@ def _algorithm(params: SharedAgentParams, options: FineTuneOptions, kind: JobKin
         "max_tokens_per_micro_batch": options.max_tokens_per_micro_batch,
     }
     beta: dict[str, Any] = {} if params.dpo_beta is None else {"beta": params.dpo_beta}
-    known = (SftSettings(**common), DpoSettings(**common, **beta), options.grpo.model_copy(update=common))
+    # Rollouts say neither at what temperature nor in what numbers they were sampled, so no default goes by these.
+    grpo = options.grpo.for_run(num_generations=2, temperature=0.0).model_copy(update=common)
+    known = (SftSettings(**common), DpoSettings(**common, **beta), grpo)
     return {settings.kind: settings for settings in known}[kind]

@@ -19,10 +19,14 @@ WITH asked AS (
 SELECT batch_id FROM (
     SELECT t.batch_id FROM log.step_trained t JOIN asked a ON a.model_group = t.model_group AND a.version = t.version
     WHERE NOT log.is_void(t.model_group, t.term, t.log_offset)
-    QUALIFY row_number() OVER (PARTITION BY t.model_group, t.version ORDER BY t.log_offset) = 1
+    QUALIFY row_number() OVER (PARTITION BY t.model_group, t.version, t.job_id ORDER BY t.log_offset) = 1
 ) WHERE batch_id IN (SELECT unnest($1::VARCHAR[]))
 """
-"""Training steps as the view `training_steps` selects them: the first of each version that no later claim made void."""
+"""Batches with a step in `log.steps_of_jobs`: the first of each version in its job that no later claim made void.
+
+A batch whose job was closed before it published the version is among them: that it was trained must not depend on what
+comes later.
+"""
 PLANNED_AT = "SELECT batch_id, log_offset FROM log.batch_planned WHERE batch_id IN (SELECT unnest($1::VARCHAR[]))"
 MEMBERS = """
 SELECT m.rollout_id, m.run_id FROM log.batch_member m

@@ -21,7 +21,7 @@ def read_sql() -> tuple[str, str]:
     """The statements that make the tables, and those that make the views."""
     whole = resources.files("rollstream.metrics.projection").joinpath("tables.sql").read_text()
     tables, _, views = whole.partition(VIEWS_HEADING)
-    return tables, views.replace("{PLAYER}", ids.PLAYER)
+    return tables, views.replace("{PLAYER}", ids.PLAYER).replace("{INDEXED}", ids.INDEXED)
 
 
 def copied(table: str, source: BaseModel) -> Row:

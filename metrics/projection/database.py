@@ -96,7 +96,7 @@ def connect(path: Path, *, read_only: bool, config: Mapping[str, Any] = SAFE_CON
 
 
 def close_doors(connection: duckdb.DuckDBPyConnection, scratch: Path | None, memory_bytes: int) -> None:
-    """Restrict the connection to SAFE_CONFIG from now on: no file, no network, no setting.
+    """Restrict the connection to SAFE_CONFIG from now on: no file, no network, no setting. `now()` is UTC.
 
     `memory_bytes`: memory that a query may use beyond the present use before it spills to `scratch`, or is refused more
     if `scratch` is None. For a process that runs one query and ends; nobody else may use the database.
@@ -108,6 +108,7 @@ def close_doors(connection: duckdb.DuckDBPyConnection, scratch: Path | None, mem
     connection.execute(f"SET temp_directory = '{folder}'")
     if scratch is not None:
         connection.execute(f"SET max_temp_directory_size = '{MAX_SPILLED}'")
+    connection.execute("SET TimeZone = 'UTC'")  # else DuckDB takes the machine's
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
 
@@ -224,7 +225,7 @@ class Database:
                     self._reopen()
                 try:
                     self._write(rows, offsets)
-                except duckdb.InvalidInputException:  # an integer is too large: to look at all of them takes long
+                except (duckdb.InvalidInputException, TypeError):  # an integer is too large; looking at all takes long
                     self._write({name: self._inserts[name].fitting(found) for name, found in rows.items()}, offsets)
                 self._checkpoint_if_due()
         except (duckdb.Error, MetricsFileError) as error:

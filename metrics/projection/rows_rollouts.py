@@ -56,6 +56,23 @@ def cut(value: Any) -> str | None:
     return (value if isinstance(value, str) else json_text(value))[:TEXT_CHARS]
 
 
+def cut_texts(value: Any) -> str | None:
+    """JSON with its texts cut until it has at most `TEXT_CHARS`; none if it is longer with short texts too."""
+    for longest in (TEXT_CHARS, 400, 100, 20):
+        text = json_text(_with_texts_cut(value, longest))
+        if len(text) <= TEXT_CHARS:
+            return text
+    return None
+
+
+def _with_texts_cut(value: Any, longest: int) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_texts_cut(item, longest) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_texts_cut(item, longest) for item in value]
+    return value[:longest] if isinstance(value, str) else value
+
+
 def versions(spans: Iterable[VersionSpan]) -> tuple[int | None, int | None]:
     """Oldest and newest version that a token was sampled under; none if there is no token."""
     found = [span.version for span in spans if span.length]
@@ -70,7 +87,7 @@ def task_requested(event: TaskRequested, _: Received) -> Rows:
         "seed": number64(event.seed),
         "environment": event.settings.environment,
         "policy": event.settings.policy,
-        "inputs": cut(event.inputs),
+        "inputs": cut_texts(event.inputs),
     }
     yield "task_requested", row
 

@@ -187,7 +187,7 @@ CREATE TABLE log.step_trained (
     weights_sha256 VARCHAR, num_optimizer_steps BIGINT, metrics MAP(VARCHAR, DOUBLE), seconds MAP(VARCHAR, DOUBLE),
     tokens_per_s DOUBLE,
     time_ms BIGINT, log_partition BIGINT, log_offset BIGINT,
-    PRIMARY KEY (model_group, version, term)
+    PRIMARY KEY (model_group, version, term, job_id)
 );
 CREATE TABLE log.reference_scored (
     model_group VARCHAR, version BIGINT, term BIGINT, trajectory_sha256 VARCHAR, scorer_sha256 VARCHAR, part BIGINT,
@@ -231,6 +231,9 @@ CREATE TABLE log.attempt (
 -- views
 
 CREATE OR REPLACE MACRO log.at(ms) AS make_timestamp(if(ms > 253402300799000, 253402300799000, ms) * 1000);
+-- A sum of integers, the nearest that a BIGINT can hold: one record with huge numbers must not fail a view for every run.
+CREATE OR REPLACE MACRO log.total(num) AS CASE WHEN count(num) > 0
+    THEN least(greatest(sum(num), -9223372036854775808), 9223372036854775807)::BIGINT END;
 -- The rule of eventlog/terms.py for views: an event is void if a higher term was claimed before it.
 CREATE OR REPLACE MACRO log.is_void(of_group, of_term, at_offset) AS EXISTS (SELECT 1 FROM log.learner_claimed c
     WHERE c.model_group = of_group AND c.term > of_term AND c.log_offset < at_offset);
@@ -285,8 +288,10 @@ SELECT coalesce(c.run_id, s.run_id) AS run_id, group_id, coalesce(c.job_id, s.jo
 FROM log.group_closed c FULL JOIN log.group_started s USING (group_id)
 LEFT JOIN log.task_requested t USING (group_id)
 LEFT JOIN (
-    SELECT group_id, log_offset, stddev_pop(reward) AS reward_std, sum(num_tokens)::BIGINT AS num_tokens,
-        min(min_version) AS min_version, max(max_version) AS max_version
+    SELECT group_id, log_offset, stddev_pop(reward) AS reward_std, log.total(num_tokens) AS num_tokens,
+        -- of a member without a sampled token they say 0
+        min(min_version) FILTER (num_completion_tokens > 0) AS min_version,
+        max(max_version) FILTER (num_completion_tokens > 0) AS max_version
     FROM log.group_member GROUP BY group_id, log_offset
 ) m ON m.group_id = c.group_id AND m.log_offset = c.log_offset;
 
@@ -307,7 +312,8 @@ SELECT a.tasks_of, a.agent, j.job_id FROM (
 CREATE OR REPLACE VIEW log.members AS
 SELECT m.*, if(o.agent IS NULL, c.job_id, o.job_id) AS job_id, c.example_id, c.epoch, c.task_index, c.purpose, c.policy,
     c.is_viable
-FROM log.group_member m JOIN log.group_closed c ON m.group_id = c.group_id AND m.log_offset = c.log_offset
+FROM log.group_member m
+JOIN log.group_closed c ON m.run_id = c.run_id AND m.group_id = c.group_id AND m.log_offset = c.log_offset
 LEFT JOIN log.agent_jobs o ON o.tasks_of = c.job_id AND o.agent = m.agent;
 
 CREATE OR REPLACE VIEW rollouts AS
@@ -350,13 +356,20 @@ WHERE NOT log.is_void(w.model_group, w.term, w.log_offset)
 QUALIFY row_number() OVER (PARTITION BY w.model_group, w.version ORDER BY w.log_offset) = 1
 ORDER BY w.model_group, w.version;
 
+-- The first step of a version in each job: a job may be closed before it publishes its last one, and the next job trains a
+-- version of the same number. GroupState.step_of in learner/progress.py implements the same rule.
+CREATE OR REPLACE VIEW log.steps_of_jobs AS
+SELECT * FROM log.step_trained t WHERE NOT log.is_void(t.model_group, t.term, t.log_offset)
+QUALIFY row_number() OVER (PARTITION BY t.model_group, t.version, t.job_id ORDER BY t.log_offset) = 1;
+
+-- The step of a version is of the job that published it, else of the last job that trained it.
 CREATE OR REPLACE VIEW training_steps AS
 SELECT t.run_id, t.job_id, t.epoch, t.version, t.batch_id, t.model_group, t.metrics['loss/total'] AS loss, t.metrics,
     t.num_optimizer_steps, t.tokens_per_s, t.seconds, t.weights_sha256, t.term, log.at(t.time_ms) AS trained_at,
     t.metrics['dpo/accuracy'] AS preference_accuracy, t.metrics['dpo/margin'] AS preference_margin
-FROM log.step_trained t
-WHERE NOT log.is_void(t.model_group, t.term, t.log_offset)
-QUALIFY row_number() OVER (PARTITION BY t.model_group, t.version ORDER BY t.log_offset) = 1
+FROM log.steps_of_jobs t LEFT JOIN weight_versions w ON w.model_group = t.model_group AND w.version = t.version
+QUALIFY row_number() OVER (PARTITION BY t.model_group, t.version
+    ORDER BY coalesce(w.job_id = t.job_id, false) DESC, t.log_offset DESC) = 1
 ORDER BY t.model_group, t.version;
 
 CREATE OR REPLACE VIEW engine_mismatch AS
@@ -376,7 +389,7 @@ WITH first AS (
         ORDER BY s.log_offset) = 1
 )
 SELECT run_id, job_id, model_group, min(version) AS version, min(batch_id) AS batch_id, trajectory_id, role, model,
-    temperature, context, sum(num_tokens)::BIGINT AS num_tokens,
+    temperature, context, log.total(num_tokens) AS num_tokens,
     CASE WHEN bool_and(mean_logprob IS NOT NULL OR num_tokens = 0)
         THEN sum(mean_logprob * num_tokens) / nullif(sum(num_tokens), 0) END AS mean_logprob, log.at(max(time_ms)) AS scored_at
 FROM first
@@ -390,9 +403,9 @@ FROM log.weights_loaded ORDER BY log_offset;
 CREATE OR REPLACE VIEW batches AS
 SELECT b.run_id, b.batch_id, b.job_id, b.epoch, b.batch_index, b.trains_at_version, b.version, b.num_trajectories,
     b.num_groups, t.batch_id IS NOT NULL AS is_trained, b.model_group, b.seed, b.curriculum_sha256, b.previous_sha256,
-    b.digest, log.at(b.time_ms) AS planned_at, t.trained_at, b.adopts
-FROM log.batch_planned b LEFT JOIN (SELECT batch_id, any_value(trained_at) AS trained_at FROM training_steps GROUP BY batch_id) t
-    USING (batch_id)
+    b.digest, log.at(b.time_ms) AS planned_at, log.at(t.time_ms) AS trained_at, b.adopts
+FROM log.batch_planned b
+LEFT JOIN (SELECT batch_id, any_value(time_ms) AS time_ms FROM log.steps_of_jobs GROUP BY batch_id) t USING (batch_id)
 ORDER BY b.log_offset;
 
 CREATE OR REPLACE VIEW rollbacks AS
@@ -421,8 +434,9 @@ ORDER BY j.job_id, j.epoch;
 
 CREATE OR REPLACE VIEW batch_members AS
 SELECT m.run_id, m.batch_id, m.position, b.version, m.group_id, m.rollout_id, m.trajectory_id, m.reward, m.staleness,
-    m.digest, b.model_group
-FROM log.batch_member m JOIN log.batch_planned b ON b.batch_id = m.batch_id AND b.log_offset = m.log_offset;
+    m.digest, b.model_group, b.job_id
+FROM log.batch_member m
+JOIN log.batch_planned b ON b.run_id = m.run_id AND b.batch_id = m.batch_id AND b.log_offset = m.log_offset;
 
 CREATE OR REPLACE VIEW dead_letters AS
 SELECT run_id, topic, "partition", "offset", service, stage, error_type, reason, key, size_bytes, headers,
@@ -432,67 +446,84 @@ QUALIFY "offset" IS NULL
     OR row_number() OVER (PARTITION BY topic, "partition", "offset", stage ORDER BY log_partition, log_offset) = 1;
 
 -- What no seal has told yet is counted as curation counts it: all closed groups, means of the groups' means, and a group
--- without variance if no agent's rewards differ.
+-- without variance if no agent's rewards differ. Every part has the run, so that a query for one run reads that run alone.
 CREATE OR REPLACE VIEW epochs AS
-WITH started AS (
+WITH started AS NOT MATERIALIZED (
     SELECT s.run_id, coalesce(j.job_id, s.job_id) AS job_id, s.epoch, s.recorded_ms, s.time_ms
     FROM log.epoch_started s LEFT JOIN log.task_jobs j ON j.tasks_of = s.job_id
+), known AS NOT MATERIALIZED (
+    SELECT run_id, job_id, epoch FROM started UNION SELECT run_id, job_id, epoch FROM log.epoch_sealed
+), member AS NOT MATERIALIZED (
+    SELECT * FROM log.members WHERE purpose = 'train' AND is_viable
 )
-SELECT coalesce(s.run_id, e.run_id) AS run_id, job_id, j.kind, epoch,
+SELECT run_id, job_id, j.kind, epoch,
     if(e.job_id IS NULL, 'running', 'sealed') AS state, coalesce(e.num_groups, c.num_groups, 0) AS groups,
-    coalesce(e.num_trained_groups, t.num_groups, 0) AS trained_groups, coalesce(e.avg_reward, m.avg_reward) AS avg_reward,
+    coalesce(e.num_trained_groups, t.num_groups, 0) AS trained_groups, coalesce(e.avg_reward, g.avg_reward) AS avg_reward,
     m.reward_std, m.min_reward, m.max_reward, coalesce(e.filtered_avg_reward, t.avg_reward) AS filtered_avg_reward,
-    coalesce(e.zero_variance_groups, m.zero_variance_groups, 0) AS zero_variance_groups, e.curriculum_percentile,
+    coalesce(e.zero_variance_groups, g.zero_variance_groups, 0) AS zero_variance_groups, e.curriculum_percentile,
     coalesce(m.num_trajectories, 0) AS num_trajectories, coalesce(m.num_tokens, 0) AS num_tokens,
     coalesce(e.num_batches, t.num_batches, 0) AS num_batches, e.is_last, log.at(s.recorded_ms) AS started_at,
     log.at(e.recorded_ms) AS sealed_at, (e.recorded_ms - s.recorded_ms) / 1000 AS seconds,
     log.at(s.time_ms) AS started_event_time, log.at(e.time_ms) AS sealed_event_time
-FROM started s FULL JOIN log.epoch_sealed e USING (job_id, epoch)
+FROM known
+LEFT JOIN started s USING (run_id, job_id, epoch)
+LEFT JOIN log.epoch_sealed e USING (run_id, job_id, epoch)
 LEFT JOIN (SELECT job_id, kind FROM jobs) j USING (job_id)
 LEFT JOIN (
-    SELECT coalesce(j.job_id, c.job_id) AS job_id, c.epoch, count(*) AS num_groups
+    SELECT c.run_id, coalesce(j.job_id, c.job_id) AS job_id, c.epoch, count(*) AS num_groups
     FROM log.group_closed c LEFT JOIN log.task_jobs j ON j.tasks_of = c.job_id
-    WHERE c.purpose = 'train' GROUP BY 1, 2
-) c USING (job_id, epoch)
+    WHERE c.purpose = 'train' GROUP BY 1, 2, 3
+) c USING (run_id, job_id, epoch)
 LEFT JOIN (
-    SELECT job_id, epoch, stddev_pop(reward) AS reward_std,
-        min(reward) AS min_reward, max(reward) AS max_reward, count(*) AS num_trajectories,
-        sum(num_tokens)::BIGINT AS num_tokens, avg(group_reward) FILTER (is_first) AS avg_reward,
-        count(DISTINCT group_id) - count(DISTINCT group_id) FILTER (agent_min < agent_max) AS zero_variance_groups
-    FROM (
-        SELECT *, avg(reward) OVER w AS group_reward, row_number() OVER w = 1 AS is_first,
-            min(reward) OVER a AS agent_min, max(reward) OVER a AS agent_max
-        FROM log.members WHERE purpose = 'train' AND is_viable
-        WINDOW w AS (PARTITION BY group_id, job_id), a AS (PARTITION BY group_id, job_id, agent)
-    )
-    GROUP BY job_id, epoch
-) m USING (job_id, epoch)
+    SELECT run_id, job_id, epoch, stddev_pop(reward) AS reward_std, min(reward) AS min_reward, max(reward) AS max_reward,
+        count(*) AS num_trajectories, log.total(num_tokens) AS num_tokens
+    FROM member GROUP BY run_id, job_id, epoch
+) m USING (run_id, job_id, epoch)
 LEFT JOIN (
-    SELECT job_id, epoch, count(*) AS num_groups, count(DISTINCT batch_id) AS num_batches, avg(reward) AS avg_reward
+    SELECT run_id, job_id, epoch, avg(reward) AS avg_reward, count(*) - count(*) FILTER (differs) AS zero_variance_groups
     FROM (
-        SELECT b.job_id, b.epoch, m.group_id, any_value(batch_id) AS batch_id, avg(m.reward) AS reward
-        FROM batch_members m JOIN log.batch_planned b USING (batch_id) GROUP BY b.job_id, b.epoch, m.group_id
-    ) GROUP BY job_id, epoch
-) t USING (job_id, epoch)
+        SELECT run_id, job_id, epoch, group_id, sum(rewards) / sum(num) AS reward, bool_or(lowest < highest) AS differs
+        FROM (
+            SELECT run_id, job_id, epoch, group_id, agent, sum(reward) AS rewards, count(*) AS num, min(reward) AS lowest,
+                max(reward) AS highest
+            FROM member GROUP BY run_id, job_id, epoch, group_id, agent
+        ) GROUP BY run_id, job_id, epoch, group_id
+    ) GROUP BY run_id, job_id, epoch
+) g USING (run_id, job_id, epoch)
+LEFT JOIN (
+    SELECT run_id, job_id, epoch, count(*) AS num_groups, count(DISTINCT batch_id) AS num_batches, avg(reward) AS avg_reward
+    FROM (
+        SELECT run_id, b.job_id, b.epoch, m.group_id, any_value(batch_id) AS batch_id, avg(m.reward) AS reward
+        FROM batch_members m JOIN log.batch_planned b USING (run_id, batch_id)
+        GROUP BY run_id, b.job_id, b.epoch, m.group_id
+    ) GROUP BY run_id, job_id, epoch
+) t USING (run_id, job_id, epoch)
 ORDER BY started_at, job_id, epoch;
 
 CREATE OR REPLACE VIEW epoch_summary AS
 SELECT run_id, job_id, kind, epoch, groups, trained_groups, avg_reward, reward_std, min_reward, max_reward,
     filtered_avg_reward, zero_variance_groups, curriculum_percentile, num_trajectories, num_tokens, num_batches, state,
     started_at, sealed_at, seconds
-FROM epochs WHERE kind <> 'sft' ORDER BY min(started_at) OVER (PARTITION BY job_id), job_id, epoch;
+FROM epochs WHERE kind <> 'sft' ORDER BY min(started_at) OVER (PARTITION BY run_id, job_id), job_id, epoch;
 
--- By model group, as the evaluation gate judges: each job has a row with the rewards of its own agents.
+-- By model group: each job has a row with the rewards of its own agents (the evaluation gate leaves those without a sampled
+-- token out). Of two validations of an epoch, as after a change of the examples, the one with the newest closed group counts.
 CREATE OR REPLACE VIEW validations AS
-SELECT run_id, job_id, epoch, max(max_version) AS version, count(DISTINCT group_id) AS groups,
+WITH closed AS (
+    SELECT *, regexp_extract(group_id, '^{INDEXED}$', 1, 's') AS asked FROM log.group_closed WHERE purpose = 'validation'
+    QUALIFY asked = arg_max(asked, log_offset) OVER (PARTITION BY run_id, job_id, epoch)
+)
+SELECT run_id, job_id, epoch, max(max_version) FILTER (num_completion_tokens > 0) AS version,
+    count(DISTINCT group_id) AS groups,
     count(trajectory_id) AS num_trajectories, avg(group_reward) FILTER (is_first) AS avg_reward,
     stddev_pop(reward) AS reward_std, log.at(max(recorded_ms)) AS ended_at, log.at(max(time_ms)) AS ended_event_time
 FROM (
     SELECT c.run_id, coalesce(j.job_id, c.job_id) AS job_id, c.epoch, c.group_id, c.recorded_ms, c.time_ms, m.trajectory_id,
-        m.max_version, m.reward, avg(m.reward) OVER w AS group_reward, row_number() OVER w = 1 AS is_first
-    FROM log.group_closed c LEFT JOIN log.task_jobs j ON j.tasks_of = c.job_id
-    LEFT JOIN log.members m ON m.group_id = c.group_id AND m.job_id = coalesce(j.job_id, c.job_id)
-    WHERE c.purpose = 'validation' WINDOW w AS (PARTITION BY c.group_id, coalesce(j.job_id, c.job_id))
+        m.num_completion_tokens, m.max_version, m.reward, avg(m.reward) OVER w AS group_reward, row_number() OVER w = 1 AS is_first
+    FROM closed c LEFT JOIN log.task_jobs j ON j.tasks_of = c.job_id
+    LEFT JOIN log.members m
+        ON m.run_id = c.run_id AND m.group_id = c.group_id AND m.job_id = coalesce(j.job_id, c.job_id)
+    WINDOW w AS (PARTITION BY c.run_id, c.group_id, coalesce(j.job_id, c.job_id))
 )
 GROUP BY run_id, job_id, epoch ORDER BY ended_at, job_id, epoch;
 
@@ -565,8 +596,9 @@ ORDER BY l.log_partition, l.log_offset;
 CREATE OR REPLACE VIEW prompts AS
 SELECT s.run_id, s.group_id, s.rollout_id, s.agent, s.step_index, s.prefix_step,
     CASE
-        WHEN s.num_prompt_tokens - s.num_new_prompt_tokens = p.num_prompt_tokens + p.num_completion_tokens THEN 'bridged'
-        WHEN s.num_prompt_tokens - s.num_new_prompt_tokens > p.num_prompt_tokens THEN 'spliced'
+        WHEN s.num_prompt_tokens::HUGEINT - s.num_new_prompt_tokens = p.num_prompt_tokens::HUGEINT + p.num_completion_tokens
+            THEN 'bridged'
+        WHEN s.num_prompt_tokens::HUGEINT - s.num_new_prompt_tokens > p.num_prompt_tokens THEN 'spliced'
         WHEN s.step_index = min(s.step_index) OVER (PARTITION BY s.rollout_id, s.agent) THEN 'first'
         ELSE 'forked'
     END AS kind,
@@ -579,26 +611,24 @@ WHERE s.num_completion_tokens IS NOT NULL;
 -- attempts otherwise, and of trained trajectories the calls whose log-probabilities are not known and those that were
 -- discarded.
 CREATE OR REPLACE VIEW wasted_tokens AS
-SELECT * FROM (
-    SELECT run_id, cause, outcome, count(DISTINCT rollout_id) AS num_rollouts, sum(tokens)::BIGINT AS num_tokens FROM (
-        SELECT run_id, coalesce(cause, outcome) AS cause, outcome, rollout_id, tokens - tokens_rejected AS tokens
-        FROM log.judged WHERE NOT is_trained AND outcome <> 'open' AND (tokens_rejected = 0 OR tokens > tokens_rejected)
-        UNION ALL
-        SELECT a.run_id, r.cause, if(a.is_trained, 'trained', 'rejected'), r.rollout_id, r.num_tokens
-        FROM log.trajectory_rejected r JOIN log.attempt a ON a.rollout_id = r.rollout_id AND a.run_id = r.run_id
-        WHERE a.is_known AND r.num_tokens > 0
-    ) WHERE cause <> 'handed_over' GROUP BY run_id, cause, outcome
+SELECT run_id, cause, outcome, count(DISTINCT rollout_id) AS num_rollouts, log.total(tokens) AS num_tokens FROM (
+    SELECT run_id, coalesce(cause, outcome) AS cause, outcome, rollout_id, tokens::HUGEINT - tokens_rejected AS tokens
+    FROM log.judged WHERE NOT is_trained AND outcome <> 'open' AND (tokens_rejected = 0 OR tokens > tokens_rejected)
     UNION ALL
-    SELECT m.run_id, 'no_logprobs', 'trained', count(DISTINCT m.rollout_id), sum(m.num_without_logprobs)::BIGINT
+    SELECT a.run_id, r.cause, if(a.is_trained, 'trained', 'rejected'), r.rollout_id, r.num_tokens
+    FROM log.trajectory_rejected r JOIN log.attempt a ON a.rollout_id = r.rollout_id AND a.run_id = r.run_id
+    WHERE a.is_known AND r.num_tokens > 0
+    UNION ALL
+    SELECT m.run_id, 'no_logprobs', 'trained', m.rollout_id, m.num_without_logprobs
     FROM log.members m ANTI JOIN log.trajectory_rejected r ON r.trajectory_id = m.trajectory_id AND r.run_id = m.run_id
     JOIN log.attempt a ON a.rollout_id = m.rollout_id JOIN jobs j ON j.job_id = m.job_id
-    WHERE m.num_without_logprobs > 0 AND m.policy = 'model' AND a.is_trained AND j.kind = 'rl' GROUP BY m.run_id
+    WHERE m.num_without_logprobs > 0 AND m.policy = 'model' AND a.is_trained AND j.kind = 'rl'
     UNION ALL
-    SELECT m.run_id, 'dead_branch', 'trained', count(DISTINCT m.rollout_id), sum(m.num_dead_tokens)::BIGINT
+    SELECT m.run_id, 'dead_branch', 'trained', m.rollout_id, m.num_dead_tokens
     FROM log.members m ANTI JOIN log.trajectory_rejected r ON r.trajectory_id = m.trajectory_id AND r.run_id = m.run_id
     JOIN log.attempt a ON a.rollout_id = m.rollout_id
-    WHERE m.num_dead_tokens > 0 AND a.is_trained GROUP BY m.run_id
-) ORDER BY run_id, num_tokens DESC, cause;
+    WHERE m.num_dead_tokens > 0 AND a.is_trained
+) WHERE cause <> 'handed_over' GROUP BY run_id, cause, outcome ORDER BY run_id, num_tokens DESC, cause;
 
 CREATE OR REPLACE VIEW staleness AS
 SELECT run_id, version, min(staleness) AS min_staleness, avg(staleness) AS mean_staleness, max(staleness) AS max_staleness,
@@ -613,7 +643,7 @@ WITH counted AS (
         (17, NULL, '17_up')) AS a (first_age, last_age, name)
 )
 SELECT run_id, job_id, model_group, version, first_age AS min_versions_old, last_age AS max_versions_old,
-    num::BIGINT AS num_tokens, num / sum(num) OVER (PARTITION BY model_group, version) AS share
+    least(num, 9.2e18)::BIGINT AS num_tokens, num / sum(num) OVER (PARTITION BY model_group, version) AS share
 FROM counted WHERE num > 0 ORDER BY model_group, version, min_versions_old;
 
 CREATE OR REPLACE VIEW example_difficulty AS
@@ -690,11 +720,23 @@ SELECT r.run_id, s.player, s.model_group, s.version, r.ratings[s.place] AS ratin
 FROM rated r JOIN numbered s ON s.run_id = r.run_id
 ORDER BY r.run_id, rating DESC, s.player;
 
+-- A row of each step for every batch that has its trajectory, of the batch's run: a what-if trains its parent's rollouts. A
+-- step that no batch of its own run has is a row of its own run too, without a batch.
 CREATE OR REPLACE VIEW lineage AS
-SELECT s.run_id, s.rollout_id, s.step_index, s.agent, s.event_type, s.min_version AS sampled_version, j.trajectory_id,
-    s.group_id, b.batch_id, b.staleness, t.version AS training_step, w.version, w.weights_sha256
-FROM log.step_recorded s
-LEFT JOIN log.trajectory_assembled j ON j.rollout_id = s.rollout_id AND j.agent = s.agent
-LEFT JOIN batch_members b ON b.trajectory_id = j.trajectory_id
-LEFT JOIN training_steps t ON t.batch_id = b.batch_id
+WITH step AS NOT MATERIALIZED (
+    SELECT s.run_id, s.rollout_id, s.step_index, s.agent, s.event_type, s.min_version AS sampled_version, j.trajectory_id,
+        j.run_id AS made_by, s.group_id
+    FROM log.step_recorded s
+    LEFT JOIN log.trajectory_assembled j ON j.rollout_id = s.rollout_id AND j.agent = s.agent
+), used AS NOT MATERIALIZED (
+    SELECT s.*, b.batch_id, b.staleness, b.job_id, b.model_group
+    FROM step s LEFT JOIN batch_members b ON b.trajectory_id = s.trajectory_id AND b.run_id = s.run_id
+    UNION ALL
+    SELECT s.* REPLACE (b.run_id AS run_id), b.batch_id, b.staleness, b.job_id, b.model_group
+    FROM step s JOIN batch_members b ON b.trajectory_id = s.trajectory_id AND b.run_id <> s.made_by
+)
+SELECT u.run_id, u.rollout_id, u.step_index, u.agent, u.event_type, u.sampled_version, u.trajectory_id, u.group_id,
+    u.batch_id, u.staleness, t.version AS training_step, w.version, w.weights_sha256, u.job_id, u.model_group
+FROM used u
+LEFT JOIN training_steps t ON t.batch_id = u.batch_id
 LEFT JOIN weight_versions w ON w.model_group = t.model_group AND w.version = t.version;

@@ -45,11 +45,22 @@ def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000,
         except MetricsFileError as error:
             num_found_in_use += 1
             if not isinstance(error, FileInUseError) or num_found_in_use * POLL_S > PATIENCE_S:
-                raise QueryError(str(error)) from error
+                raise QueryError(f"{error}{_elsewhere(workspace, error)}") from error
             time.sleep(POLL_S)
     if "error" in answer:
         raise QueryError(answer["error"])
     return result_of(answer)
+
+
+def _elsewhere(workspace: Path, error: MetricsFileError) -> str:
+    """A place to ask at if the file is in use and the service that has written its port does not answer here, or ""."""
+    path = port_file(workspace)
+    if not isinstance(error, FileInUseError) or not path.exists():
+        return ""
+    return (
+        f", which is on the port in {path} and does not answer here; if it runs in another container, run the command "
+        "in that one: `docker compose exec metrics rollstream sql QUERY`"
+    )
 
 
 def is_caught_up(workspace: Path) -> bool:

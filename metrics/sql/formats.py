@@ -5,7 +5,7 @@ import io
 import json
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,18 @@ def _count(result: Result) -> str:
 def _stored_types(result: Result) -> list[str]:
     """Types to store; what came as plain text only (blobs as hex, intervals, enums) stays text."""
     kinds = [_BLOB.sub("VARCHAR", kind) for kind in result.types]
-    return ["VARCHAR" if kind.startswith(("INTERVAL", "ENUM", "BIT", '"')) else kind for kind in kinds]
+    kinds = ["VARCHAR" if kind.startswith(("INTERVAL", "ENUM", "BIT", '"')) else kind for kind in kinds]
+    return [_exact(kind, (row[number] for row in result.rows)) for number, kind in enumerate(kinds)]
+
+
+def _exact(kind: str, values: Iterable[Any]) -> str:
+    """A type for integers of more than 64 bits, which DuckDB would write to Parquet as DOUBLE."""
+    if kind not in ("HUGEINT", "UHUGEINT"):
+        return kind
+    most = max((abs(int(value)) for value in values if value is not None), default=0)
+    if most < 2**63:
+        return "BIGINT"
+    return "DECIMAL(38, 0)" if most < 10**38 else "VARCHAR"
 
 
 def _stored_value(number: int, kind: str) -> str:

@@ -5,6 +5,7 @@ from typing import Literal, cast
 
 from rollstream.eventlog.attempts import OVERSAMPLED
 from rollstream.eventlog.log import Received
+from rollstream.processors.assemble.bounds import fitting
 from rollstream.processors.assemble.state import Attempt, Closing, OpenGroup
 from rollstream.processors.assemble.trajectories import num_tokens, reference
 from rollstream.schemas.base import validator_of
@@ -50,7 +51,8 @@ def close(group: OpenGroup, received: Received, *, is_timed_out: bool) -> Closin
         matches=tuple([_match(each.match) for each in assembled if each.match is not None]),
         steps_at=StepsRange(partition=where.partition, first_offset=group.first_offset, last_offset=where.offset),
     )
-    return Closing(group.first_offset, trajectories, closed)
+    closed = fitting(closed)
+    return Closing(group.first_offset, trajectories if closed.members else (), closed)
 
 
 def _reason(group: OpenGroup, *, is_timed_out: bool) -> Reason:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from rollstream.eventlog.attempts import attempt_in, is_group_settled, is_settled
 from rollstream.eventlog.log import Received
+from rollstream.processors.assemble.bounds import check_opening
 from rollstream.processors.assemble.closing import close, decide
 from rollstream.processors.assemble.state import NEVER_MS, AssemblyState, Attempt, Call, Closing, OpenGroup
 from rollstream.processors.assemble.trajectories import assemble
@@ -73,6 +74,7 @@ def _open_group(state: AssemblyState, received: Received) -> list[Closing]:
         return []
     if started.group_id in state.closed:
         return []
+    check_opening(started)
     group = OpenGroup(started, received.position.offset, started.time_ms + started.timeout_ms)
     state.groups[started.group_id] = group
     state.next_deadline_ms = min(state.next_deadline_ms, group.deadline_ms)

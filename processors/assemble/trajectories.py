@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import RECORD_OVERHEAD_BYTES
+from rollstream.processors.assemble.bounds import check_trajectory
 from rollstream.processors.assemble.sequences import dead_branches, join_calls
 from rollstream.processors.assemble.state import Assembled, Attempt, Call
 from rollstream.schemas import ids, tokens
@@ -63,32 +64,32 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
             sequences = join_calls(calls, keep_finish_reasons=keep_finish_reasons, without=dead)
         _check_size(sequences)
         num_tokens += sum([tokens.count(sequence.token_ids) for sequence in sequences])
-        trajectories.append(
-            {
-                "run_id": started.run_id,
-                "time_ms": ended.time_ms,
-                "group_id": started.group_id,
-                "rollout_id": attempt.rollout_id,
-                "trajectory_id": ids.trajectory_id(attempt.rollout_id, agent),
-                "agent": agent,
-                "model_group": started.agents.get(agent) or _model_group_of(calls),
-                "member": attempt.member,
-                "attempt": attempt.number,
-                "example_id": started.example_id,
-                "job_id": started.job_id,
-                "epoch": started.epoch,
-                "purpose": started.purpose,
-                "policy": started.policy,
-                "reward": sums.total,
-                "rewards": sums.by_name,
-                "step_rewards": sums.by_step,
-                "step_scores": sums.scores,
-                "sequences": sequences,
-                "num_steps": ended.num_steps,
-                "steps_digest": ended.digest,
-                "num_dead_tokens": _num_sampled(calls, dead) if dead else 0,
-            }
-        )
+        fields: dict[str, object] = {
+            "run_id": started.run_id,
+            "time_ms": ended.time_ms,
+            "group_id": started.group_id,
+            "rollout_id": attempt.rollout_id,
+            "trajectory_id": ids.trajectory_id(attempt.rollout_id, agent),
+            "agent": agent,
+            "model_group": started.agents.get(agent) or _model_group_of(calls),
+            "member": attempt.member,
+            "attempt": attempt.number,
+            "example_id": started.example_id,
+            "job_id": started.job_id,
+            "epoch": started.epoch,
+            "purpose": started.purpose,
+            "policy": started.policy,
+            "reward": sums.total,
+            "rewards": sums.by_name,
+            "step_rewards": sums.by_step,
+            "step_scores": sums.scores,
+            "sequences": sequences,
+            "num_steps": ended.num_steps,
+            "steps_digest": ended.digest,
+            "num_dead_tokens": _num_sampled(calls, dead) if dead else 0,
+        }
+        check_trajectory(fields)
+        trajectories.append(fields)
     return Assembled(tuple(trajectories), num_tokens, match_of(started, attempt, rewards) if started.outcome else None)
 
 

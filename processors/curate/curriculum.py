@@ -8,10 +8,11 @@ import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import NamedTuple
 
 from rollstream.processors.curate.candidates import Stats
-from rollstream.schemas.ids import derive_seed
+from rollstream.schemas.ids import derive_seed, seeder
 from rollstream.schemas.settings import CurriculumSettings
 
 _SEED_RANGE = 2**63
@@ -98,15 +99,33 @@ def epochwise_filter(
     return progress, [Kept(group.group_id, tuple(range(len(group.rewards)))) for group in taken]
 
 
+class Permutation(NamedTuple):
+    """All examples of a dataset in the order of one turn, which the epochs of the turn share."""
+
+    examples: Collection[str]
+    turn: int
+    order: list[str]
+
+
 def epoch_permutation(examples: Collection[str], start: int, count: int, seed: int) -> list[str]:
     """`count` examples from index `start` of consecutive epoch permutations, each a seeded permutation of all
     examples."""
+    return continue_permutation(examples, start, count, seed, None)[0]
+
+
+def continue_permutation(
+    examples: Collection[str], start: int, count: int, seed: int, newest: Permutation | None
+) -> tuple[list[str], Permutation | None]:
+    """The same, and the permutation that it ends in. `newest`: the one of an earlier call with the same seed, which is
+    used again for the same object `examples`.
+    """
     chosen: list[str] = []
     while examples and len(chosen) < count:
         turn, index = divmod(start + len(chosen), len(examples))
-        permutation = sorted(examples, key=lambda example_id: (derive_seed(seed, "walk", turn, example_id), example_id))
-        chosen += permutation[index : index + count - len(chosen)]
-    return chosen
+        if newest is None or newest.turn != turn or newest.examples is not examples:
+            newest = Permutation(examples, turn, _shuffled(examples, seed, "walk", turn))
+        chosen += newest.order[index : index + count - len(chosen)]
+    return chosen, newest
 
 
 def included(known: Mapping[str, Stats], settings: CurriculumSettings, progress: CurriculumProgress) -> list[str]:
@@ -148,10 +167,11 @@ def choose(
         admitted = _shuffled(admitted, seed, "subsample", epoch)[:size]
     unknown = [example_id for example_id in examples if example_id not in known]
     excluded = _shuffled(set(known).difference(admitted), seed, "excluded", epoch)
-    pool = _shuffled([*admitted, *unknown], seed, "pool", epoch)
-    if not pool:
-        pool, excluded = excluded, []
-    pool.sort(key=lambda example_id: last_asked.get(example_id, -1))
+    pool, drawn = [*admitted, *unknown], seeder(seed, "pool", epoch)
+    if pool:
+        pool = nsmallest(count, pool, key=lambda name: (last_asked.get(name, -1), drawn(name), name))
+    else:
+        pool, excluded = sorted(excluded, key=lambda name: last_asked.get(name, -1)), []
     return _mix(pool, excluded, settings.explore_share, epoch, count, seed)
 
 
@@ -173,7 +193,8 @@ def _rank(mean: float, settings: CurriculumSettings) -> float:
 
 
 def _shuffled(examples: Iterable[str], seed: int, *purpose: str | int) -> list[str]:
-    return sorted(examples, key=lambda example_id: (derive_seed(seed, *purpose, example_id), example_id))
+    drawn = seeder(seed, *purpose)
+    return sorted(examples, key=lambda example_id: (drawn(example_id), example_id))
 
 
 class _Draw(NamedTuple):

@@ -76,8 +76,6 @@ def _fold(state: CurateState, received: Received, datasets: Datasets) -> list[Ev
             return []
         return _start_epoch(run, event, datasets)
     if isinstance(event, GroupClosed):
-        if state.refused.get(event.run_id) == received.position.offset:
-            return []
         is_refused = state.is_refused(event.run_id, received.position.offset)
         return _close_group(run, event, {} if is_refused else datasets)
     handler = _HANDLERS.get(type(event))
@@ -249,11 +247,11 @@ def _end_run(state: CurateState, run: Run, event: RunEnded) -> list[Event]:
 
 
 def refuse(state: CurateState, received: Received, message: str) -> RunEnded:
-    """End a run whose dataset cannot be read; this EpochStarted and later ones get no tasks."""
+    """End a run whose dataset cannot be read; this EpochStarted or refill and later ones get no tasks."""
     event = received.event
-    state.refused[event.run_id] = received.position.offset
+    offset = state.refused[event.run_id] = received.position.offset
     pass_time(state, event.run_id, event.time_ms, None)
-    return RunEnded(run_id=event.run_id, time_ms=event.time_ms, cause="failed", message=message)
+    return RunEnded(run_id=event.run_id, time_ms=event.time_ms, cause="failed", message=message, refused_at=offset)
 
 
 def pass_time(state: CurateState, of_run: str, time_ms: int, steps_at: StepsRange | None) -> list[Event]:
@@ -272,8 +270,8 @@ def pass_time(state: CurateState, of_run: str, time_ms: int, steps_at: StepsRang
         return []
     outputs: list[Event] = []
     for run_id, run in state.runs.items():
-        if run is own or run.started.is_what_if or run.idle.is_abandoned:
-            continue  # a what-if has no rollouts as signs of life
+        if run is own or run.idle.is_abandoned:
+            continue
         if _is_idle(run.idle, time_ms, steps_at.partition, run.started.idle_timeout_s):
             run.idle.is_abandoned = True
             message = f"no sign of life in {run.started.idle_timeout_s:g} s of other runs' time"

@@ -250,7 +250,10 @@ class CurateShell:
             outputs = self._evolved(fold.state, fold.faulty, received, fold.datasets.by_run)
         except ArtifactError as error:
             logger.error("run_id=%s cannot continue: %s", event.run_id, error)
-            return [curate.refuse(fold.state, received, str(error))]
+            ended = curate.refuse(fold.state, received, str(error))
+            if not isinstance(event, GroupClosed):
+                return [ended]
+            return [*self._evolved(fold.state, fold.faulty, received, {}), ended]  # its batch, without a refill
         if isinstance(event, RunEnded):
             fold.datasets.drop(event.run_id)
             fold.lost.discard(event.run_id)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rollstream.eventlog import codec
 from rollstream.processors.curate.candidates import Candidate, Window
-from rollstream.processors.curate.curriculum import CurriculumProgress
+from rollstream.processors.curate.curriculum import CurriculumProgress, Permutation
 from rollstream.processors.curate.known_groups import KnownGroups
 from rollstream.processors.curate.ranges import Ranges
 from rollstream.schemas import ids
@@ -105,6 +105,8 @@ class Job:
     """Best mean reward of the validations that were passed."""
     last_asked: dict[str, int] = field(default_factory=dict[str, int])
     """Epoch in which an example was last asked for."""
+    permutation: Permutation | None = field(default=None, compare=False, repr=False)
+    """Order of the dataset in the newest turn, which can be made again."""
 
     @property
     def short_name(self) -> str:

@@ -102,7 +102,11 @@ def _examples(run: Run, job: Job, epoch: int, dataset: Dataset, first: int, coun
         known = {name for name in dataset if job.last_asked.get(name) != epoch} or dataset.keys()
     seed = ids.derive_seed(run.started.seed, job.started.job_id, "curriculum")
     if not (plan.curriculum.enabled and plan.curriculum.steer):
-        return curriculum.epoch_permutation(known, epoch * plan.tasks_per_epoch + first, count, seed)
+        start = epoch * plan.tasks_per_epoch + first
+        if first:
+            return curriculum.epoch_permutation(known, start, count, seed)
+        chosen, job.permutation = curriculum.continue_permutation(dataset, start, count, seed, job.permutation)
+        return chosen
     if not first:
         job.progress = curriculum.expand(job.progress, epoch, plan.curriculum)
         for other in run.beside(job):
@@ -175,7 +179,9 @@ class RunDatasets:
             self.by_run[started.run_id] = await self._load(started, replace(self._retry, patience_s=math.inf))
         except ArtifactError as error:
             logger.error(
-                "run_id=%s: %s; its requested tasks continue, its next epoch will end it", started.run_id, error
+                "run_id=%s: %s; its requested tasks continue, its next epoch or refill will end it",
+                started.run_id,
+                error,
             )
             self._gone[started.run_id] = error
         except BaseException:

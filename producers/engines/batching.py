@@ -6,16 +6,18 @@ Whatever else must not run beside a forward (loading weights) takes its turn in 
 
 import asyncio
 import functools
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from rollstream.producers.engines.base import CLOSED, Generation, GenerationRequest
-from rollstream.producers.engines.scheduling import MAX_PADDED_TOKENS, JoinLimits, WaitingPrompt, joining
+from rollstream.producers.engines.scheduling import MAX_PADDED_TOKENS, JoinLimits, PoolCapacity, WaitingPrompt, joining
 from rollstream.schemas.errors import ModelError, describe
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -25,6 +27,10 @@ class Ticket:
 
     request: GenerationRequest
     answer: "asyncio.Future[Generation]" = field(repr=False)
+    reported: list[int] = field(default_factory=list[int])
+    """Tokens that `on_tokens` was given: an answer that is begun again must begin with them."""
+    is_requeued: bool = False
+    """Whether its row had to leave for lack of memory."""
 
     def is_wanted(self) -> bool:
         """Whether somebody still waits; may be asked from any thread."""
@@ -125,6 +131,14 @@ class Rows(Protocol):
         """Number of rows in the next forwards."""
         ...
 
+    def capacity(self, model_group: str) -> PoolCapacity:
+        """Memory for further rows of a model group."""
+        ...
+
+    def requeued(self) -> list[Ticket]:
+        """Tickets since the last call whose rows had to leave for lack of memory; they are to join again."""
+        ...
+
     def join(self, tickets: Sequence[Ticket], answer: Answer) -> list[Outcome]:
         """Take tickets of one model group; returns the outcomes of those that ended at once."""
         ...
@@ -164,6 +178,8 @@ class ContinuousBatcher:
         self._thread = ThreadPoolExecutor(1, "rollout-engine", initialize)
         self._lock = threading.Lock()
         """Lock of the inboxes and `_is_running`."""
+        self._open: set[Ticket] = set()
+        """Tickets whose callers wait, wherever they are. Used in the event loop's thread."""
         self._new: list[Ticket] = []
         """Tickets submitted in this turn of the event loop: handed over together, so that they join together."""
         self._inbox: list[Ticket] = []
@@ -182,14 +198,18 @@ class ContinuousBatcher:
         if not self._new:
             loop.call_soon(self._hand_over, loop)
         self._new.append(ticket)
-        return await ticket.answer
+        self._open.add(ticket)
+        try:
+            return await ticket.answer
+        finally:
+            self._open.discard(ticket)
 
     async def between_forwards(
         self, work: Callable[[], Result], *, is_ready: Callable[[], bool] = lambda: True, holds: str | None = None
     ) -> Result:
         """Run `work` in the worker thread, between two forwards, once `is_ready`.
 
-        Raises what it raises, and ModelError once closed.
+        Raises what it raises, and ModelError once closed. Work whose caller was cancelled before its turn is left out.
         """
         if self._is_closed:
             raise ModelError(CLOSED)
@@ -202,14 +222,19 @@ class ContinuousBatcher:
         return await job.done
 
     async def close(self) -> None:
-        """Cancel what waits and what is in progress; return once the thread has ended."""
+        """Cancel what waits and what is in progress; return once the thread has ended.
+
+        Calls are cancelled first, those of the forward in progress too: a static batch ends early when nobody waits.
+        """
         self._is_closed = True
-        _cancel(self._new)
-        self._new.clear()
+        _cancel(self._open)
+        with self._lock:
+            for job in self._jobs:
+                job.done.cancel()
         await asyncio.to_thread(self._thread.shutdown)
-        _cancel([*self._inbox, *(ticket for ticket, _ in self._waiting), *self._rows.drop()])
-        for job in self._jobs:
-            job.done.cancel()
+        self._rows.drop()
+        self._jobs.clear()
+        self._new.clear()
         self._inbox.clear()
         self._waiting.clear()
 
@@ -228,6 +253,16 @@ class ContinuousBatcher:
             self._is_running = True
         self._thread.submit(self._work, loop)
 
+    def _answer_all(self, error: Exception) -> None:
+        """Answer calls and jobs with an error once the worker thread has stopped, but calls not yet handed over."""
+        with self._lock:
+            jobs, self._jobs, self._inbox = self._jobs, [], []
+            self._is_running = False
+        self._waiting.clear()
+        _resolve([ticket for ticket in self._open if ticket not in self._new], error)
+        for job in jobs:
+            _set(job.done, None, _failure(error))
+
     # ---- in the worker thread ----
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -235,15 +270,29 @@ class ContinuousBatcher:
             if outcomes and not self._is_closed:
                 loop.call_soon_threadsafe(_answer, outcomes)
 
-        while self._receive():
-            held = self._run_jobs(loop)
-            joined = self._joining(held)
-            if joined:
-                answer(self._rows.join(joined, answer))
-            answer(self._rows.step())
-            if new_tokens := self._rows.new_tokens():
-                loop.call_soon_threadsafe(_send_new_tokens, new_tokens)
-            self._num_steps += 1
+        try:
+            while self._receive():
+                held = self._run_jobs(loop)
+                joined = self._joining(held)
+                if joined:
+                    answer(self._rows.join(joined, answer))
+                answer(self._rows.step())
+                self._waiting[:0] = [(ticket, self._num_steps) for ticket in self._rows.requeued()]
+                if new_tokens := self._rows.new_tokens():
+                    loop.call_soon_threadsafe(_send_new_tokens, new_tokens)
+                self._num_steps += 1
+        except Exception as error:  # noqa: BLE001 - drivers raise anything, and each call gets an error of its own
+            self._fail(loop, error)
+
+    def _fail(self, loop: asyncio.AbstractEventLoop, error: Exception) -> None:
+        """Stop after an error that is not of one forward; what is asked from then on starts the work again."""
+        logger.error("the rollout engine failed between two forwards, and with it all calls", exc_info=error)
+        try:
+            self._rows.drop()
+        finally:
+            if not self._is_closed:
+                # Without its traceback, which holds tensors.
+                loop.call_soon_threadsafe(self._answer_all, error.with_traceback(None))
 
     def _receive(self) -> bool:
         """Whether there is anything to do."""
@@ -259,9 +308,10 @@ class ContinuousBatcher:
         while self._jobs:
             job = self._jobs[0]
             try:
-                if not job.is_ready():
+                is_wanted = not job.done.done()
+                if is_wanted and not job.is_ready():
                     break
-                settle = functools.partial(_set, job.done, job.work(), None)
+                settle = functools.partial(_set, job.done, job.work() if is_wanted else None, None)
             except Exception as error:  # noqa: BLE001 - of whoever asked
                 settle = functools.partial(_set, job.done, None, error)
             with self._lock:
@@ -272,10 +322,17 @@ class ContinuousBatcher:
     def _joining(self, held: set[str]) -> list[Ticket]:
         self._waiting = [(ticket, since) for ticket, since in self._waiting if ticket.is_wanted()]
         candidates = [
-            WaitingPrompt(ticket.request.model_group, len(ticket.request.prompt_ids), self._num_steps - since)
-            for ticket, since in self._waiting
+            WaitingPrompt(
+                request.model_group,
+                len(request.prompt_ids),
+                self._num_steps - since,
+                len(request.prompt_ids) + request.sampling.max_new_tokens,
+            )
+            for request, since in ((ticket.request, since) for ticket, since in self._waiting)
         ]
-        chosen = joining(candidates, num_live=self._rows.num_live, limits=self._limits, held=held)
+        chosen = joining(
+            candidates, num_live=self._rows.num_live, limits=self._limits, held=held, capacity_of=self._rows.capacity
+        )
         taken = [self._waiting[index][0] for index in chosen]
         if taken:
             gone = set(chosen)
@@ -308,7 +365,7 @@ def _send_new_tokens(new_tokens: list[NewTokens]) -> None:
             ticket.request.on_tokens(ids)
 
 
-def _cancel(tickets: list[Ticket]) -> None:
+def _cancel(tickets: Iterable[Ticket]) -> None:
     for ticket in tickets:
         ticket.answer.cancel()
 

@@ -1,12 +1,12 @@
 """Continuous generation: rows of one weight version in a pool of keys and values, joined and left between two forwards.
 
-A lane is a weight version that rows are generated with. Knows nothing of threads or of waiting callers. Shapes: A rows
+A lane is a weight version that rows are generated with. Knows nothing of threads or of other lanes. Shapes: A rows
 that join, B live rows, V vocabulary.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,18 @@ from rollstream.producers.engines.generation import ASK_EVERY, NOISE_TOKENS, Sam
 from rollstream.producers.engines.kv_pool import KVPool, PoolShape
 from rollstream.producers.engines.model_cache import LoadedModel
 from rollstream.producers.engines.sampling import Ids, SamplingBatch, kept_of, sample, uniforms
-from rollstream.producers.engines.scheduling import Block, KeptSequence, PrefixCache, PrefixMatch, holes_filled
-from rollstream.schemas.errors import ModelError
+from rollstream.producers.engines.scheduling import (
+    Block,
+    KeptSequence,
+    PoolCapacity,
+    PrefixCache,
+    PrefixMatch,
+    holes_filled,
+)
+from rollstream.schemas.errors import ModelError, is_out_of_memory
 from rollstream.schemas.events.rollouts import VersionSpan
+
+OTHER_TOKENS = "the answer was begun again for lack of memory, and its tokens differ from those handed on; call again"
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -39,8 +48,6 @@ class DecodingRow:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     kept_ids: list[Ids] = dataclasses.field(default_factory=list)
-    num_told: int = 0
-    """Tokens that `on_tokens` was told."""
     source: PrefixMatch | None = None
     kept: KeptSequence | None = None
     """While live: what others may copy from this row."""
@@ -49,6 +56,25 @@ class DecodingRow:
     def request(self) -> GenerationRequest:
         """The request that this row answers."""
         return self.ticket.request
+
+    @property
+    def max_length(self) -> int:
+        """Tokens at its end, if no end token is sampled."""
+        return len(self.prompt) + self.limit
+
+    @property
+    def differs(self) -> bool:
+        """Whether it was begun again and does not sample the tokens that its caller has."""
+        reported = self.ticket.reported[: len(self.tokens)]
+        return self.ticket.is_requeued and reported != self.tokens[: len(reported)]
+
+
+class PoolFullError(Exception):
+    """The pool cannot grow, for a reason; all rows are as they were before the step."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 class Lane:
@@ -91,6 +117,7 @@ class Lane:
             leader = leaders.setdefault(row.prompt.tobytes(), row)
             if leader is not row:
                 followers.append((row, leader))
+        self._compact()
         self._seat(rows)
         self._take_over([row for row in leaders.values() if row.source is not None])
         logits = self._prefill(list(leaders.values()))
@@ -106,16 +133,22 @@ class Lane:
 
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
-        """The next token of each live row."""
+        """The next token of each live row. Raises PoolFullError before anything is changed."""
         self.held.activate()
         self._num_steps += 1
         if self._num_steps % ASK_EVERY == 0:
             self._leave([row for row in self.rows if not row.ticket.is_wanted()])
-        self._compact()
         rows = self.rows
         if not rows:
             return []
-        mask, positions = self._pool.for_decode([row.length for row in rows])
+        try:
+            self._compact()
+            rows = self.rows
+            mask, positions = self._pool.for_decode([row.length for row in rows])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise PoolFullError(error) from error
+            raise
         logits = self._forward(torch.tensor([[row.tokens[-1]] for row in rows]), mask, positions)
         for row in rows:
             row.length += 1
@@ -126,9 +159,29 @@ class Lane:
         found: list[NewTokens] = []
         for row in self._rows:
             if row is not None and row.ticket.request.on_tokens is not None:
-                found.append((row.ticket, row.tokens[row.num_told :]))
-                row.num_told = len(row.tokens)
-        return found
+                new = row.tokens[len(row.ticket.reported) :]
+                row.ticket.reported += new
+                found.append((row.ticket, new))
+        return [one for one in found if one[1]]
+
+    def requeue(self) -> Ticket:
+        """Let a row leave that is to be begun again later: the longest, but not one that was begun again before, if
+        there are others.
+        """
+        chosen = max(self.rows, key=lambda row: (not row.ticket.is_requeued, not row.ticket.reported, row.length))
+        self._discard([chosen])
+        chosen.ticket.is_requeued = True
+        return chosen.ticket
+
+    @property
+    def capacity(self) -> PoolCapacity:
+        """Room that its rows take, in a pool of `max_tokens`."""
+        rows = self.rows
+        return PoolCapacity(len(rows), max((row.max_length for row in rows), default=0), self._pool.max_tokens)
+
+    def limit(self, max_tokens: float) -> None:
+        """Bound the pool, in tokens over all rows."""
+        self._pool.max_tokens = max_tokens
 
     # ---- joining ----
 
@@ -147,7 +200,8 @@ class Lane:
             else:
                 row.slot = len(self._rows)
                 self._rows.append(row)
-        self._pool.reserve(len(self._rows), max(len(row.prompt) for row in rows) + 1)
+        longest = max(max(len(row.prompt), row.length) for row in self.rows)
+        self._pool.reserve(len(self._rows), longest + 1)
 
     def _take_over(self, rows: Sequence[DecodingRow]) -> None:
         """Copy what is kept of prompts: one copy for all rows that find it in the same place."""
@@ -220,18 +274,21 @@ class Lane:
         tokens, logprobs, kept = sample(logits.to(self._sampled_on), noise, self._how)
         for row, ids in zip(rows if kept else (), kept, strict=True):
             row.kept_ids.append(ids)
-        ended: list[tuple[DecodingRow, Sampled]] = []
+        ended: list[tuple[DecodingRow, Generation | Exception]] = []
         end_ids = self.held.model.end_ids
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            if token in end_ids or len(row.tokens) >= row.limit:
+            if row.differs:
+                ended.append((row, ModelError(OTHER_TOKENS)))
+            elif token in end_ids or len(row.tokens) >= row.limit:
                 reason = "stop" if token in end_ids else "length"
                 ids = kept_of(row.kept_ids) if keeps_ids(row.request.sampling) else None
-                ended.append((row, Sampled(row.slot, row.tokens, row.logprobs, reason, ids)))
+                sampled = Sampled(row.slot, row.tokens, row.logprobs, reason, ids)
+                ended.append((row, generation_of(sampled, self.held)))
         if ended:
             self._leave([row for row, _ in ended])
-        return [(row.ticket, generation_of(sampled, self.held)) for row, sampled in ended]
+        return [(row.ticket, outcome) for row, outcome in ended]
 
     def _noise(self, row: DecodingRow) -> float:
         drawn = len(row.tokens)
@@ -249,7 +306,12 @@ class Lane:
         if len(sound) < len(rows):
             self._pool.blank([row.slot for row in rows if row not in sound])
         if sound and self.prefixes.max_bytes:
-            self._keep(sound)
+            try:
+                self._keep(sound)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.prefixes.clear()  # the answers are there all the same
         if not self.rows:
             self._rows.clear()
             self._pool.clear()
@@ -278,75 +340,6 @@ class Lane:
             ids = np.concatenate([row.prompt, np.asarray(row.tokens, np.int32)])[: row.length]
             after = None if row.kept is None else row.kept.after_prompt
             self.prefixes.add(KeptSequence(ids, index, block, len(row.prompt), after))
-
-
-class Lanes:
-    """All lanes of an engine; in one thread."""
-
-    def __init__(self, held: Callable[[str], LoadedModel], max_prefix_bytes: int) -> None:
-        """`held`: the weight version of a model group that new rows are generated with; raises ModelError if none."""
-        self._held = held
-        self._max_prefix_bytes = max_prefix_bytes
-        self._lanes: dict[LoadedModel, Lane] = {}
-
-    @property
-    def num_live(self) -> int:
-        """Rows in the next forwards."""
-        return sum(len(lane.rows) for lane in self._lanes.values())
-
-    def versions_of(self, model_group: str) -> list[LoadedModel]:
-        """Versions of a model group that rows are generated with."""
-        return [held for held, lane in self._lanes.items() if held.published.model_group == model_group and lane.rows]
-
-    def join(self, tickets: Sequence[Ticket], answer: Answer) -> list[Outcome]:
-        """Generate for tickets of one model group from now on; returns what ended at once.
-
-        A model without a pool generates them to their end; `answer` then gets the first ones before the last.
-        """
-        try:
-            held = self._held(tickets[0].request.model_group)
-            held.activate()
-            if held.pool_shape is None:
-                run_static(tickets, held, answer)
-                return []
-            lane = self._lanes.get(held)
-            if lane is None:
-                lane = self._lanes[held] = Lane(held, held.pool_shape, self._max_prefix_bytes)
-            return lane.join(tickets)
-        except Exception as error:  # noqa: BLE001 - each call gets an error of its own
-            return [(ticket, error) for ticket in tickets]
-
-    def step(self) -> list[Outcome]:
-        """One token for every row; returns what ended."""
-        found: list[Outcome] = []
-        for lane in list(self._lanes.values()):
-            if lane.rows:
-                found += self._stepped(lane)
-        return found
-
-    def new_tokens(self) -> list[NewTokens]:
-        """Tokens sampled since the last call, for rows that report them."""
-        return [one for lane in self._lanes.values() for one in lane.new_tokens()]
-
-    def forget(self, keeps: Callable[[LoadedModel], bool]) -> list[LoadedModel]:
-        """Drop lanes without rows of versions that are not kept, and the cached prompts; returns these."""
-        dropped = [one for one, lane in self._lanes.items() if not lane.rows and not keeps(one)]
-        for held in dropped:
-            del self._lanes[held]
-        return dropped
-
-    def drop(self) -> list[Ticket]:
-        """Stop all; returns whose."""
-        tickets = [row.ticket for lane in self._lanes.values() for row in lane.rows]
-        self._lanes.clear()
-        return tickets
-
-    def _stepped(self, lane: Lane) -> list[Outcome]:
-        try:
-            return lane.step()
-        except Exception as error:  # noqa: BLE001 - what is in the pool is not known any more
-            self._lanes[lane.held] = Lane(lane.held, lane.shape, self._max_prefix_bytes)
-            return [(row.ticket, error) for row in lane.rows]
 
 
 def run_static(tickets: Sequence[Ticket], held: LoadedModel, answer: Answer) -> None:

@@ -89,12 +89,12 @@ class _Samples:
         self._requests = requests_N
         self._how_B: SamplingBatch | None = None
         self._end_ids = torch.tensor(model.end_ids, device=device)
-        self._noise_N = torch.empty(0)
+        self._noise_N = torch.empty(0, dtype=torch.float64)
         self._rows_B = torch.arange(len(requests_N), device=device)
         self._open_B = torch.ones(len(requests_N), dtype=torch.bool, device=device)
         self._limits_B = torch.tensor(limits, device=device)
         self._tokens_N_T = torch.zeros(len(requests_N), max(limits), dtype=torch.int64, device=device)
-        self._logprobs_N_T = torch.zeros(len(requests_N), max(limits), device=device)
+        self._logprobs_N_T = torch.zeros(len(requests_N), max(limits), dtype=torch.float32, device=device)
         self._kept_N: list[list[Ids]] = [[] for _ in requests_N]
 
     def draw(self, logits_B_V: Tensor) -> tuple[Tensor, list[Sampled]]:

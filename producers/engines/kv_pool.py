@@ -5,17 +5,24 @@ Shapes: B live rows, A rows that join, S new tokens of a joining row (padded), W
 """
 
 import logging
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from rollstream.producers.engines.scheduling import padded_length
+from rollstream.schemas.errors import is_out_of_memory
+
 logger = logging.getLogger(__name__)
 
-COLUMN_STEP = 64
+MEMORY_SHARE = 0.4
+"""Share of the free memory that rows may take: while a pool grows, the smaller one is there too."""
 PROBE_IDS = 12
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 """Largest difference of log-probabilities between the pool and a plain forward."""
@@ -49,6 +56,8 @@ class KVPool(Cache):
         self._is_cold = False
         self._index = torch.empty(0, dtype=torch.int64)
         self._num_rows = self._width = 0
+        self.max_tokens = math.inf
+        """Slots times columns beyond which no more is taken than rows need."""
         self.clear()
 
     def clear(self) -> None:
@@ -56,14 +65,24 @@ class KVPool(Cache):
         self._data = self._empty(0, 0)
 
     def reserve(self, num_slots: int, num_columns: int) -> None:
-        """Have room for so many rows and columns; what is in the rows stays."""
+        """Have room for so many rows and columns; what is in these rows stays, as far as these columns."""
         old_slots, old_columns = self._data.shape[2:4]
         if num_slots <= old_slots and num_columns <= old_columns:
             return
         slots = old_slots if num_slots <= old_slots else max(num_slots, min(2 * old_slots, num_slots + 64))
-        columns = old_columns if num_columns <= old_columns else -(-(num_columns * 5 // 4) // COLUMN_STEP) * COLUMN_STEP
-        grown = self._empty(slots, columns)
-        grown[:, :, :old_slots, :old_columns] = self._data
+        columns = old_columns if num_columns <= old_columns else padded_length(num_columns * 5 // 4)
+        if slots * columns > self.max_tokens:
+            slots = num_slots
+            columns = min(columns, max(padded_length(num_columns), int(self.max_tokens) // slots))
+        try:
+            grown = self._empty(slots, columns)
+        except Exception as error:
+            least = (num_slots, min(columns, padded_length(num_columns)))
+            if not is_out_of_memory(error) or (slots, columns) == least:
+                raise
+            grown = self._empty(*least)
+        kept = self._data[:, :, : grown.shape[2], : grown.shape[3]]
+        grown[:, :, : kept.shape[2], : kept.shape[3]] = kept
         self._data = grown
 
     def take(self, slots: Sequence[int], width: int) -> Tensor:
@@ -103,7 +122,8 @@ class KVPool(Cache):
         steps, self._is_cold = max(counts_A), max(starts_A) == 0
         self._slots, self._num_rows = slots, len(slots_A)
         self._width = max(start + count for start, count in zip(starts_A, counts_A, strict=True)) + 1
-        self.reserve(max(slots_A) + 1, self._width)
+        if max(slots_A) >= self._data.shape[2] or self._width > self._data.shape[3]:
+            self.reserve(max(*slots_A, self._data.shape[2] - 1) + 1, max(self._width, self._data.shape[3]))
         columns_S = torch.arange(steps, device=self._device)
         own_A_S = columns_S - (steps - counts)[:, None]  # below 0: padding
         positions_A_S = starts[:, None] + own_A_S.clamp(min=0)
@@ -154,6 +174,42 @@ class KVPool(Cache):
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a device's memory, or of main memory, that this process can still take."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # another system than Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    left = left_in_container()
+    return available if left is None else min(available, left)
+
+
+def left_in_container(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process's container can still take; None if it has no limit of its own.
+
+    Files that were read are not counted as taken: the kernel drops them first. Formats: "Control Group v2" and, below
+    `memory`, "Memory Resource Controller" of the kernel's documentation.
+    """
+    for limit, usage, unused in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most, taken = ((root / name).read_text(encoding="ascii").strip() for name in (limit, usage))
+            lines = (root / limit).with_name("memory.stat").read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue
+        if most == "max":
+            return None
+        files = next((int(line.split()[1]) for line in lines if line.startswith(f"{unused} ")), 0)
+        return max(0, int(most) - max(0, int(taken) - files))
+    return None
 
 
 @torch.inference_mode()

@@ -16,19 +16,22 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
 from rollstream.producers.engines.chat_tokenizer import ChatTokenizer
 from rollstream.producers.engines.generation import Model
 from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
-from rollstream.schemas.errors import ModelError
+from rollstream.schemas.errors import ModelError, is_out_of_memory
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import TransformersSettings
-from rollstream.schemas.settings import NF4, choose_cublas_workspace, device_of
+from rollstream.schemas.settings import MODEL_LOADING, NF4, choose_cublas_workspace, device_of
 from rollstream.schemas.variables import one_line
 
 Shape = tuple[int, ...]
+_DRAW = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
+"""Names of functions of torch, and of what transformers puts in their place, that fill a tensor with random numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,21 @@ class LoadedModel:
         """Let the module compute with this group's adapter, if it is one of several."""
         if self.adapter is not None and self.model.module.active_adapter != self.adapter:
             self.model.module.set_adapter(self.adapter, inference_mode=True)
+
+
+class _DrawsNothing(TorchFunctionMode):
+    """Zeros in place of random numbers, in this thread: starting values, which a version's own replace.
+
+    Torch has one generator of random numbers a process, and a learner in another thread draws its dropout from it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function that is meant, or what stands in for it."""
+        named = kwargs or {}
+        if getattr(func, "__name__", None) in _DRAW:
+            with torch.no_grad():
+                return (args[0] if args else named["tensor"]).zero_()
+        return (torch.zeros if func is torch.randn else func)(*args, **named)
 
 
 BaseKey = tuple[str, str | None, str]
@@ -92,7 +110,17 @@ class ModelCache:
         else that goes on until it is released. Raises ModelError; then the version before it stays.
         """
         load = self._load_adapter if published.weights_format == "lora" else self._load_full
-        self._held[published.model_group] = load(published, tensors, where, in_place)
+        try:
+            with MODEL_LOADING, _DrawsNothing():
+                self._held[published.model_group] = load(published, tensors, where, in_place)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error.with_traceback(None)  # which holds the tensors
+            raise ModelError(
+                f"{where} do not fit into the memory of {self.device} ({one_line(error)}); lower engine.kv_cache_mb, "
+                "prefix_cache_mb or full_copies, or take a device with more memory"
+            ) from failure
 
     def release(self, held: LoadedModel) -> None:
         """A version that is not held any more, and that no row is generated with."""
@@ -151,7 +179,7 @@ class ModelCache:
         own = {name: value for name, value in module.state_dict().items() if name not in tied}
         given = {name: value for name, value in tensors.items() if name not in tied}
         check_fit(shapes_of(own), shapes_of(given), where)
-        # In place: tied tensors share their storage, so they stay tied.
+        # In place: tied tensors share their storage, so they stay tied. It takes no memory of the device.
         with torch.no_grad():
             for name, value in own.items():
                 value.copy_(given[name])
@@ -173,16 +201,18 @@ class ModelCache:
         try:
             own = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
             check_fit(shapes_of(own), shapes_of(tensors), where)
-        except ModelError:
+            # Whatever needs memory of the device comes before the version there is changed.
+            moved = {key: value.to(own[key].device, own[key].dtype) for key, value in tensors.items()}
+            set_peft_model_state_dict(module, moved, adapter_name=name)
+            if before is not None and adapter is not None:
+                if not in_place:
+                    del self._spares[published.model_group]
+                return replace(before, published=published)
+            fresh = self._wrap(published, module, name)
+        except Exception:
             if adapter is None:
                 self._remove_adapter(_base_of(published), name)
             raise
-        set_peft_model_state_dict(module, tensors, adapter_name=name)
-        if not in_place and adapter is not None:
-            del self._spares[published.model_group]
-        if before is not None and adapter is not None:
-            return replace(before, published=published)
-        fresh = self._wrap(published, module, name)
         if in_place:
             self._forget(published.model_group)
         return fresh
@@ -200,7 +230,7 @@ class ModelCache:
                 module = get_peft_model(base, config, adapter_name=name)
                 self._adapted[_base_of(published)] = module
             else:
-                module.add_adapter(name, config)
+                _add_beside_others(module, name, config)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
                 f"{where}: its adapter does not fit {published.base_model}: {one_line(error)}; load "
@@ -211,12 +241,10 @@ class ModelCache:
 
     def _remove_adapter(self, base: BaseKey, name: str) -> None:
         module = self._adapted[base]
-        others = [other for other in module.peft_config if other != name]
-        if not others:
+        if len(module.peft_config) == 1:
             del self._adapted[base]
-            return
-        module.set_adapter(others[0], inference_mode=True)
-        module.delete_adapter(name)
+        else:
+            _delete_adapter(module, name)
 
     def _wrap(self, published: WeightsPublished, module: Any, adapter: str | None = None) -> LoadedModel:
         module.eval()
@@ -230,6 +258,22 @@ class ModelCache:
         num_token_ids = len(module.get_input_embeddings().weight)
         shape = probed_shape(module, self.device) if self._is_continuous else None
         return LoadedModel(published, model, tokenizer, max_length, num_token_ids, shape, adapter)
+
+
+def _add_beside_others(module: Any, name: str, config: Any) -> None:
+    """Add one of several adapters, or nothing of it."""
+    try:
+        module.add_adapter(name, config)
+    except Exception:
+        module.peft_config[name] = config  # which peft has forgotten, but not the layers that it is in
+        _delete_adapter(module, name)
+        raise
+
+
+def _delete_adapter(module: Any, name: str) -> None:
+    """Delete one of several adapters."""
+    module.set_adapter(next(other for other in module.peft_config if other != name), inference_mode=True)
+    module.delete_adapter(name)
 
 
 def _adapter_config(recorded: Mapping[str, Any]) -> Any:
@@ -307,6 +351,8 @@ def _load_base(published: WeightsPublished, dtype: torch.dtype, device: torch.de
             part.support_avx512bf16_for_cpu = False  # as in the learner, whose numbers these have to be
         return module.to(device)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"model {base_model} cannot be loaded, from a folder or the hub: {one_line(error)}; "
             "correct its path, or download it first"

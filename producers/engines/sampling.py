@@ -62,9 +62,9 @@ class SamplingBatch:
         top_k = [settings.top_k or vocabulary for settings in settings_B]
         top_p = [settings.top_p for settings in settings_B]
         return cls(
-            temperature=torch.tensor(temperature, device=device)[:, None],
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=device)[:, None],
             top_k=torch.tensor(top_k, device=device)[:, None] if min(top_k) < vocabulary else None,
-            top_p=torch.tensor(top_p, device=device)[:, None] if min(top_p) < 1 else None,
+            top_p=torch.tensor(top_p, dtype=torch.float32, device=device)[:, None] if min(top_p) < 1 else None,
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             keeps_ids=any(keeps_ids(settings) for settings in settings_B),
         )

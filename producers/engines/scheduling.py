@@ -7,7 +7,7 @@ PagedAttention, section 4.3); a hit is compared token by token, so equal hashes 
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 Ids = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 MAX_PADDED_TOKENS = 131_072
+COLUMN_STEP = 64
 BLOCK = 16
 """Tokens of a block: what two sequences have in common below it is not looked for."""
 
@@ -28,6 +29,27 @@ class WaitingPrompt(NamedTuple):
     """Number of tokens of its prompt."""
     waited: int
     """Forwards that went by since it could have joined."""
+    max_length: int = 0
+    """Tokens of its prompt and of the longest answer."""
+
+
+class PoolCapacity(NamedTuple):
+    """Room for keys and values of a model group's rows: each row takes as much as the longest one may become."""
+
+    num_rows: int = 0
+    max_length: int = 0
+    """Tokens of the longest live row at its end."""
+    max_tokens: float = math.inf
+    """Tokens, over all rows, for which there is memory."""
+
+    def holds(self, num_joining: int, max_length: int) -> bool:
+        """Whether further rows of at most so many tokens fit beside the live ones."""
+        return (self.num_rows + num_joining) * padded_length(max(self.max_length, max_length)) <= self.max_tokens
+
+
+def padded_length(length: int) -> int:
+    """Columns of a pool for rows of this length."""
+    return -(-length // COLUMN_STEP) * COLUMN_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +66,17 @@ class JoinLimits:
 
 
 def joining(
-    waiting: Sequence[WaitingPrompt], *, num_live: int, limits: JoinLimits, held: Collection[str] = ()
+    waiting: Sequence[WaitingPrompt],
+    *,
+    num_live: int,
+    limits: JoinLimits,
+    held: Collection[str] = (),
+    capacity_of: Callable[[str], PoolCapacity] = lambda _: PoolCapacity(),
 ) -> list[int]:
     """Indices into `waiting` (in order of arrival) of those that join now: all of one model group.
 
     The group is that of the longest-waiting request whose group is not in `held`; nobody overtakes within a group.
+    `capacity_of`: room for a model group. One for which there is never room joins once nothing else is live.
     """
     first = next((index for index, one in enumerate(waiting) if one.model_group not in held), None)
     seats = limits.max_rows - num_live
@@ -59,10 +87,14 @@ def joining(
     if len(group) < company and waiting[first].waited < limits.max_wait:
         return []
     taken: list[int] = []
-    width = 0
+    width = longest = 0
+    capacity = capacity_of(waiting[first].model_group)
     for index in group[:seats]:
         width = max(width, waiting[index].num_tokens)
+        longest = max(longest, waiting[index].max_length)
         if taken and width * (len(taken) + 1) > limits.max_padded_tokens:
+            break
+        if (taken or num_live) and not capacity.holds(len(taken) + 1, longest):
             break
         taken.append(index)
     return taken

@@ -5,6 +5,8 @@ A call ends on the weight version that it began with.
 
 import asyncio
 import functools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,15 @@ from rollstream.producers.engines.base import (
     check_prompt,
     max_new_tokens_of,
 )
-from rollstream.producers.engines.batching import Answer, Batcher, ContinuousBatcher, Ticket
-from rollstream.producers.engines.decoding import Lanes, check_finite, run_static
+from rollstream.producers.engines.batching import Answer, Batcher, ContinuousBatcher, NewTokens, Outcome, Ticket
+from rollstream.producers.engines.decoding import Lane, PoolFullError, check_finite, run_static
+from rollstream.producers.engines.kv_pool import MEMORY_SHARE, free_bytes
 from rollstream.producers.engines.model_cache import LoadedModel, ModelCache, read_weights
-from rollstream.producers.engines.scheduling import JoinLimits
-from rollstream.schemas.errors import ModelError
+from rollstream.producers.engines.scheduling import JoinLimits, PoolCapacity, padded_length
+from rollstream.schemas.errors import ModelError, is_out_of_memory
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.services import TransformersSettings
+from rollstream.schemas.settings import own_threads
 
 LORA_VERSIONS = 2
 """Versions of an adapter that are generated with at once."""
@@ -38,9 +42,10 @@ class TransformersEngine:
         """Raises ModelError if the settings ask for a GPU and there is none."""
         self._settings = settings
         self._model_cache = ModelCache(settings)
-        threads = settings.threads or (1 if settings.deterministic else None)
-        initialize = functools.partial(_fix_threads, threads)
-        self._lanes = Lanes(self._held, settings.prefix_cache_mb * 2**20)
+        own = own_threads(torch.get_num_threads)  # by now: below, a thread is given a number
+        threads = settings.threads or (1 if settings.deterministic else own)
+        initialize = functools.partial(torch.set_num_threads, threads)  # OpenMP counts threads per calling thread
+        self._lanes = Lanes(self._held, settings)
         self._batcher: Batcher | ContinuousBatcher
         if settings.is_continuous:
             self._batcher = ContinuousBatcher(self._lanes, JoinLimits(settings.max_batch), initialize=initialize)
@@ -152,11 +157,144 @@ class TransformersEngine:
         run_static(tickets, self._held(tickets[0].request.model_group), answer)
 
 
+class Lanes:
+    """All lanes of an engine, in one thread, and the memory that their rows share."""
+
+    def __init__(self, held: Callable[[str], LoadedModel], settings: TransformersSettings) -> None:
+        """`held`: the weight version of a model group that new rows are generated with; raises ModelError if none."""
+        self._held = held
+        self._max_prefix_bytes = settings.prefix_cache_mb * 2**20
+        self._set_bytes = None if settings.kv_cache_mb is None else settings.kv_cache_mb * 2**20
+        self._max_bytes = math.inf
+        """Bytes of all rows; lowered when memory ends below it, until no row is live."""
+        self._lanes: dict[LoadedModel, Lane] = {}
+        self._requeued: list[Ticket] = []
+        self._stopped: list[LoadedModel] = []
+        """Versions whose rows were all stopped."""
+
+    @property
+    def num_live(self) -> int:
+        """Rows in the next forwards."""
+        return sum(len(lane.rows) for lane in self._lanes.values())
+
+    def versions_of(self, model_group: str) -> list[LoadedModel]:
+        """Versions of a model group that rows are generated with."""
+        return [held for held, lane in self._lanes.items() if held.published.model_group == model_group and lane.rows]
+
+    def capacity(self, model_group: str) -> PoolCapacity:
+        """Memory for further rows of a model group, beside those of all lanes."""
+        try:
+            held = self._held(model_group)
+        except ModelError:  # raised again for those that join
+            return PoolCapacity()
+        if held.pool_shape is None:
+            return PoolCapacity()
+        if not self.num_live:
+            self._max_bytes = self._set_bytes or MEMORY_SHARE * free_bytes(held.model.device)
+        others = sum(_bytes_of(lane) for one, lane in self._lanes.items() if one is not held)
+        lane = self._lanes.get(held)
+        capacity = PoolCapacity() if lane is None else lane.capacity
+        return capacity._replace(max_tokens=max(0, self._max_bytes - others) // held.pool_shape.token_bytes)
+
+    def requeued(self) -> list[Ticket]:
+        """Tickets since the last call whose rows had to leave for lack of memory."""
+        found, self._requeued = self._requeued, []
+        return found
+
+    def join(self, tickets: Sequence[Ticket], answer: Answer) -> list[Outcome]:
+        """Generate for tickets of one model group from now on; returns what ended at once.
+
+        A model without a pool generates them to their end; `answer` then gets the first ones before the last. Where
+        memory ends, the last tickets are requeued; one that is alone fails.
+        """
+        try:
+            held = self._held(tickets[0].request.model_group)
+            held.activate()
+            if held.pool_shape is None:
+                run_static(tickets, held, answer)
+                return []
+            lane = self._lanes.get(held)
+            if lane is None:
+                lane = self._lanes[held] = Lane(held, held.pool_shape, self._max_prefix_bytes)
+            lane.limit(self.capacity(tickets[0].request.model_group).max_tokens)
+            return lane.join(tickets)
+        except Exception as error:  # noqa: BLE001 - each call gets an error of its own
+            if not is_out_of_memory(error):
+                return [(ticket, error) for ticket in tickets]
+            failure = error.with_traceback(None)  # which holds the tensors of the forward that failed
+        if self._drop_prefixes():
+            return self.join(tickets, answer)
+        self._lower_bound()
+        if len(tickets) == 1 and not self.num_live:
+            return [(tickets[0], failure)]
+        num_kept = len(tickets) // 2
+        self._requeued = [*tickets[num_kept:], *self._requeued]
+        return self.join(tickets[:num_kept], answer) if num_kept else []
+
+    def step(self) -> list[Outcome]:
+        """One token for every row; returns what ended."""
+        found: list[Outcome] = []
+        for lane in list(self._lanes.values()):
+            if lane.rows:
+                found += self._stepped(lane)
+        return found
+
+    def new_tokens(self) -> list[NewTokens]:
+        """Tokens sampled since the last call, for rows that report them."""
+        return [one for lane in self._lanes.values() for one in lane.new_tokens()]
+
+    def forget(self, keeps: Callable[[LoadedModel], bool]) -> list[LoadedModel]:
+        """Drop lanes without rows of versions that are not kept, and the cached prompts; returns these, and those that
+        were stopped.
+        """
+        dropped = [one for one, lane in self._lanes.items() if not lane.rows and not keeps(one)]
+        for held in dropped:
+            del self._lanes[held]
+        stopped, self._stopped = self._stopped, []
+        return [*dropped, *(one for one in stopped if not keeps(one) and one not in self._lanes)]
+
+    def drop(self) -> list[Ticket]:
+        """Stop all; returns whose."""
+        tickets = [row.ticket for lane in self._lanes.values() for row in lane.rows]
+        self._stopped += self._lanes
+        self._lanes.clear()
+        self._requeued.clear()
+        return tickets
+
+    def _stepped(self, lane: Lane) -> list[Outcome]:
+        rows = lane.rows
+        try:
+            return lane.step()
+        except PoolFullError as error:
+            failure = error.reason.with_traceback(None)
+        except Exception as error:  # noqa: BLE001 - what is in the pool is not known any more
+            self._lanes[lane.held] = Lane(lane.held, lane.shape, self._max_prefix_bytes)
+            return [(row.ticket, error) for row in rows]
+        if not self._drop_prefixes():
+            is_alone = self.num_live == 1
+            ticket = lane.requeue()
+            self._lower_bound()
+            if is_alone:
+                return [(ticket, failure)]
+            self._requeued.append(ticket)
+        return self._stepped(lane) if lane.rows else []
+
+    def _drop_prefixes(self) -> bool:
+        """Free what is kept of earlier sequences, of all versions; whether there was anything."""
+        found = any(lane.prefixes.size_bytes for lane in self._lanes.values())
+        for lane in self._lanes.values():
+            lane.prefixes.clear()
+        return found
+
+    def _lower_bound(self) -> None:
+        """There is less memory than was assumed: let no row join beside those that are live."""
+        self._max_bytes = min(self._max_bytes, sum(map(_bytes_of, self._lanes.values())))
+
+
+def _bytes_of(lane: Lane) -> int:
+    capacity = lane.capacity
+    return capacity.num_rows * padded_length(capacity.max_length) * lane.shape.token_bytes
+
+
 build = TransformersEngine
 """Function of `EngineKind` that `table` calls."""
-
-
-def _fix_threads(threads: int | None) -> None:
-    # Of this thread only: OpenMP counts threads per calling thread.
-    if threads is not None:
-        torch.set_num_threads(threads)

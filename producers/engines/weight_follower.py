@@ -229,7 +229,11 @@ class WeightFollower:
         try:
             base_model = self._base_model(published)
             path = await asyncio.to_thread(self._fetched, published, base_model)
-            await self._engine.load(published.model_copy(update={"base_model": base_model}), path)
+            try:
+                await self._engine.load(published.model_copy(update={"base_model": base_model}), path)
+            except BaseException:
+                self._artifacts.drop_copy(published.artifact)
+                raise
         except (ArtifactError, ModelError, ConfigError) as error:
             if isinstance(error, NotAllowedError):
                 _refuse_waiting(group, str(error))
@@ -244,7 +248,7 @@ class WeightFollower:
                 self._refuse(published, error)
             return
         seconds = time.perf_counter() - began
-        if group.loaded is not None and group.loaded.artifact.sha256 != published.artifact.sha256:
+        if group.loaded is not None:
             self._artifacts.drop_copy(group.loaded.artifact)
         group.loaded, group.refusal = published, None
         skipped = {version for version in group.versions if version < published.version} if held >= 0 else set()
@@ -296,9 +300,15 @@ class WeightFollower:
             if not group.is_over or group.is_wanted:
                 continue
             if self._engine.version(name) >= 0:
-                await self._engine.unload(name)
+                try:
+                    await self._engine.unload(name)
+                except ModelError as error:  # as all that waited when the engine failed
+                    logger.warning("not unloaded, to be tried again: model_group=%s: %s", name, error)
+                    continue
             if not group.is_wanted:
                 self._groups.pop(name, None)
+                if group.loaded is not None:
+                    self._artifacts.drop_copy(group.loaded.artifact)
 
     def _group(self, model_group: str) -> Followed:
         return self._groups.setdefault(model_group, Followed())

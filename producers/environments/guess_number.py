@@ -8,6 +8,8 @@ from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.producers.rollout.session import Message, Session
 
+MAX_DIGITS = 100
+"""Digits of a guess that counts as a number: Python reads 4,300."""
 ASK, HIGHER, LOWER, FOUND, INVALID = "?", "H", "L", "=", "X"
 FALL = 0.9
 """Share of the reward that a guess in (nearly) the last turn loses, compared with the first."""
@@ -67,8 +69,9 @@ def bounds(messages: Sequence[Message], low: int, high: int) -> tuple[int, int]:
     guess = 0
     for message in messages:
         text = str(message["content"])
-        if message["role"] == "assistant" and text.isdigit():
-            guess = int(text)
+        if message["role"] == "assistant":
+            number = number_of(text)
+            guess = guess if number is None else number
         elif message["role"] == "tool" and text in (HIGHER, LOWER):
             low, high = (max(low, guess + 1), high) if text == HIGHER else (low, min(high, guess - 1))
     return low, high
@@ -76,8 +79,14 @@ def bounds(messages: Sequence[Message], low: int, high: int) -> tuple[int, int]:
 
 def compare(guess: str, secret: int) -> str:
     """The answer to a guess: `H` higher, `L` lower, `=` found, `X` if the guess is not a number."""
-    digits = guess.strip()
-    if not (digits.isascii() and digits.isdigit()):
+    number = number_of(guess)
+    if number is None:
         return INVALID
-    number = int(digits)
     return FOUND if number == secret else HIGHER if secret > number else LOWER
+
+
+def number_of(guess: str) -> int | None:
+    """The number that a guess is; None if it is not one, or has more than `MAX_DIGITS`."""
+    digits = guess.strip()
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
+    return int(digits) if is_number else None

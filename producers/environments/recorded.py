@@ -6,6 +6,7 @@ from rollstream.eventlog.artifact_retry import retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.registry import register_environment
+from rollstream.producers.rollout.reply import MAX_TURNS, TurnsExhausted
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import EnvironmentRunError, first_invalid
 from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedMember, RecordedRollout
@@ -48,6 +49,8 @@ class RecordedEnvironment(Environment):
         for reward in rollout.rewards:
             step_index = None if reward.step is None else indices[reward.step]
             await session.reward(reward.value, reward.name, step_index, reward.agent, is_score=reward.is_score)
+        if rollout.stop_reason == MAX_TURNS:
+            raise TurnsExhausted("the agent had no turn left when the rollout was recorded")
 
 
 def _rollout(members: object, number: int, artifacts: ArtifactStore | None) -> RecordedRollout:

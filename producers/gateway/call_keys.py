@@ -27,8 +27,6 @@ MAX_ERROR_CHARS = 2000
 """Characters that are kept of an agent's report of its error."""
 ENDED = "rollout_ended"
 """Error code for requests after a rollout's end."""
-ENGINE_ERROR = "engine_error"
-"""Error code for calls of a rollout whose engine has failed."""
 MAX_REFUSED = 1000
 """Bodies of one rollout's calls that were refused because of a limit and have not come again."""
 LEARNER_BEHIND = "learner_behind"

@@ -44,6 +44,8 @@ from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.services import GatewaySection
 
+SECTION = "gateway"
+"""The gateway's section of the settings."""
 ROLLOUT_HEADER = "X-Rollout-Id"
 MAX_ENDED = 10_000
 """Rollouts that are remembered after their end, for a clear answer."""
@@ -120,7 +122,7 @@ class RolloutGateway(Routes):
         self._starting = asyncio.Lock()
         self._url = ""
         self._port = 0
-        self._access = Access(settings.host, settings.allowed_hosts, None)
+        self._access = Access(settings.host, settings.allowed_hosts, None, section=SECTION)
         self._keys = RolloutKeys("")
 
     async def __aenter__(self) -> "RolloutGateway":
@@ -162,13 +164,11 @@ class RolloutGateway(Routes):
             settings=self._settings,
             conceal=self._keys.conceal,
         )
-        if is_claimable and not rollout.is_claimed:
-            async with self._claiming:
-                self._claimable[rollout_id] = rollout
-                self._claiming.notify_all()
         self._ended.discard(rollout_id)
         has_ended = True
         try:
+            if is_claimable:
+                await self._offer(rollout)
             yield rollout
         except asyncio.CancelledError:
             has_ended = session.is_over()  # else this process stops, or another one goes on with it
@@ -179,6 +179,21 @@ class RolloutGateway(Routes):
             if has_ended:
                 self._ended.add(rollout_id)
             rollout.close()
+
+    async def _offer(self, rollout: PlayedRollout) -> None:
+        """Let agents claim a rollout, or whoever claimed it at a process that is gone and asks again.
+
+        A claim that is repeated before its rollout is open again gets another one: then the first one is free.
+        """
+        async with self._claiming:
+            free = [] if rollout.is_claimed else [rollout]
+            same = [one for one in self._rollouts.values() if one.claim_key == rollout.claim_key != ""]
+            if any(one.is_held for one in same):
+                free += [one for one in same if not one.is_held]
+            for one in free:
+                one.is_claimed, one.claim_key = False, ""
+                self._claimable[one.session.rollout_id] = one
+            self._claiming.notify_all()
 
     async def _listen(self) -> None:
         async with self._starting:
@@ -193,7 +208,7 @@ class RolloutGateway(Routes):
                     f"gateway token in {self._workspace} cannot be created: {error}; correct "
                     "the permissions of the folder"
                 ) from error
-            self._access = Access(settings.host, settings.allowed_hosts, token)
+            self._access = Access(settings.host, settings.allowed_hosts, token, section=SECTION)
             self._keys = RolloutKeys(token)
             self._port = await self._take_port(settings.port or _port_before(address_file(self._workspace, name)))
             self._url = str(URL.build(scheme="http", host=settings.host, port=self._port))  # brackets for IPv6
@@ -202,11 +217,11 @@ class RolloutGateway(Routes):
 
     async def _take_port(self, wanted: int) -> int:
         try:
-            return await self._stack.enter_async_context(listening(self, self._settings.host, wanted, "gateway"))
+            return await self._stack.enter_async_context(listening(self, self._settings.host, wanted, SECTION))
         except RollstreamError:
             if self._settings.port or not wanted:
                 raise
-        return await self._stack.enter_async_context(listening(self, self._settings.host, 0, "gateway"))
+        return await self._stack.enter_async_context(listening(self, self._settings.host, 0, SECTION))
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str = "") -> None:
         """The routes of the APIs, with the rollout in the path and without, and those of rollouts."""
@@ -243,13 +258,13 @@ class RolloutGateway(Routes):
         )
         return Refusal(401, f"{message} it, whose keys outlast restarts under the same name", code="invalid_api_key")
 
-    def check_model(self, request: web.Request, name: str) -> None:
-        """Raises Refusal (404)."""
-        self._rollout(request).model.described(name)
+    def described(self, request: web.Request, name: str) -> dict[str, Any]:
+        """The model of an agent of the rollout. Raises Refusal (404)."""
+        return self._rollout(request).model.described(name)
 
-    def served(self, request: web.Request) -> dict[str, Any]:
-        """The model of the rollout's default agent."""
-        return self._rollout(request).model.default()
+    def served(self, request: web.Request) -> list[dict[str, Any]]:
+        """The models of the rollout's agents, the default one first."""
+        return self._rollout(request).model.all_described()
 
     async def count(self, request: web.Request, asked: ChatRequest) -> int:
         """Number of the prompt's tokens. Raises Refusal."""
@@ -317,13 +332,13 @@ class RolloutGateway(Routes):
     async def _next(self, key: str) -> PlayedRollout:
         """`key`: whoever asks again under it gets the same rollout again, also who waits under it a second time."""
         async with self._claiming:
-            while (rollout := self._claimed_under(key)) is None:
-                if self._claimable:
-                    rollout = self._claimable.pop(next(iter(self._claimable)))
-                    rollout.claim_key = key
-                    self._claiming.notify_all()
-                    return rollout
+            while (rollout := self._claimed_under(key)) is None and not self._claimable:
                 await self._claiming.wait()
+            if rollout is None:
+                rollout = self._claimable.pop(next(iter(self._claimable)))
+                rollout.claim_key = key
+                self._claiming.notify_all()
+            rollout.is_given = True
             return rollout
 
     def _claimed_under(self, key: str) -> PlayedRollout | None:

@@ -6,27 +6,31 @@ answered when it is asked for again.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rollstream.producers.engines.base import Engine
-from rollstream.producers.gateway.call_keys import ENDED, ENGINE_ERROR, MAX_ERROR_CHARS, CallIdentity, RememberedCalls
-from rollstream.producers.gateway.rollout_model import RolloutModel, SampledAnswers
+from rollstream.producers.gateway.call_keys import ENDED, MAX_ERROR_CHARS, CallIdentity, RememberedCalls
+from rollstream.producers.gateway.rollout_model import EXHAUSTED, RolloutModel, SampledAnswers
 from rollstream.producers.openai.completions import CompletionRequest
-from rollstream.producers.openai.requests import ChatRequest, Refusal
+from rollstream.producers.openai.requests import ENGINE_ERROR, ChatRequest, Refusal
 from rollstream.producers.openai.stream_words import Answered
 from rollstream.producers.openai.streaming import OnText
 from rollstream.producers.rollout.environment import task_of
-from rollstream.producers.rollout.reply import Reply
+from rollstream.producers.rollout.gateway_interface import END
+from rollstream.producers.rollout.reply import Failure, Reply, TurnsExhausted
 from rollstream.producers.rollout.session import Session
-from rollstream.schemas.errors import EnvironmentRunError, RollstreamError
+from rollstream.schemas.errors import EnvironmentRunError, ModelError, RollstreamError
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.services import GatewaySection
 
 MAX_REWARDS = 10_000
 """Maximum rewards of one rollout: each is an event, and is kept for clients that give it again."""
-CLAIM, END = "gateway.claim", "gateway.end"
-"""Names of steps: the rollout was claimed, its agent has ended it."""
+CLAIM = "gateway.claim"
+"""Name of the step with which the rollout was claimed."""
+ENGINE_FAILED = "gateway.engine_error"
+"""Name of the step of the first error of the engine, by which the rollout has failed."""
 Result = TypeVar("Result")
 
 
@@ -59,7 +63,10 @@ class PlayedRollout:
         self._end: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self.claim_key = ""
         """Digest of the key under which the rollout was claimed."""
+        self.is_given = False
+        """Whether this process answers a claim with it."""
         self.is_claimed = False
+        self._is_failure_recorded = False
         self._restore()
 
     async def call(
@@ -76,12 +83,30 @@ class PlayedRollout:
             self._check_sampled(asked)
             self._check_capacity()
             agent = self.model.agent_of(asked.model)
-            task = self._begin(lambda: self.model.sample(asked, identity, agent, on_text))
+            task = self._begin(lambda: self._sample(asked, identity, agent, on_text))
             self._calls.add(identity, task)
         sampled = await self._result(task)
         self._calls.mark_answered(identity.body_sha256, task)
         answered, sampled.answered = sampled.answered, None
         return answered or self.model.answered(asked, sampled.replies)
+
+    async def _sample(
+        self, asked: ChatRequest | CompletionRequest, identity: CallIdentity, agent: str, on_text: OnText | None
+    ) -> SampledAnswers:
+        """Sample answers, and record the first error of the engine: the rollout has failed by it, in another process
+        too.
+        """
+        try:
+            return await self.model.sample(asked, identity, agent, on_text)
+        except Exception:
+            reason = self._engine_error()
+            with contextlib.suppress(EnvironmentRunError):  # the rollout ended meanwhile
+                if reason is not None and not self._is_failure_recorded:
+                    self._is_failure_recorded = True
+                    await self._record(ENGINE_FAILED, {"error": reason[:MAX_ERROR_CHARS]})
+            if reason is not None:
+                await self.session.acknowledged()
+            raise
 
     def too_many(self, identity: CallIdentity) -> None:
         """A call was refused because of a limit (429)."""
@@ -132,6 +157,12 @@ class PlayedRollout:
             message = f"{refused} by its timeout while it was claimed; claim again"
             raise Refusal(refused.status, message, code=ENDED) from refused
 
+    @property
+    def is_held(self) -> bool:
+        """Whether its claim has surely been answered: by this process, or it has been played since."""
+        is_played = self._calls or self._working or self._rewards or self._end.done()
+        return bool(self.is_given or is_played) or any(step.name != CLAIM for step in self.session.recorded)
+
     async def _record_end(self, error: str | None) -> None:
         await self._record(END, {"error": error})
         self._set_ended(error)
@@ -147,7 +178,7 @@ class PlayedRollout:
 
     def _restore(self) -> None:
         """Take up what another process has recorded of this rollout."""
-        calls: dict[tuple[str, str], list[Reply]] = {}
+        calls: dict[tuple[str, str, float | None], list[Reply]] = {}
         for step in self.session.recorded:
             data: Any = step.data or {}
             metadata: Any = (step.metadata or {}).get("gateway")
@@ -155,15 +186,22 @@ class PlayedRollout:
                 self.is_claimed, self.claim_key = True, data["key_sha256"]
             elif step.name == END:
                 self._set_ended(data["error"])
+            elif step.name == EXHAUSTED:
+                self.model.exhausted = TurnsExhausted(data["error"])
+            elif step.name == ENGINE_FAILED:
+                reason, self._is_failure_recorded = data["error"], True
+                self.session.failure = Failure(ENGINE_ERROR, reason, ModelError(reason))
             elif metadata and step.step_index in self.session.replies:
                 reply = self.session.replies[step.step_index]
-                found = calls.setdefault((metadata["body_sha256"], metadata.get("key_sha256", "")), [])
+                # Answers of one call began together; of an equal one, some may be lost.
+                one = metadata["body_sha256"], metadata.get("key_sha256", ""), step.span_event_timestamp
+                found = calls.setdefault(one, [])
                 found[:] = [*found, reply] if len(found) < metadata["n"] else [reply]
-                self.model.keep_text(reply, step, metadata)
+                text = self.model.keep_text(reply, step, metadata)
                 if len(found) == metadata["n"]:
                     identity = CallIdentity(metadata["body_sha256"], metadata.get("key_sha256"))
                     self._calls.add(identity, _done([*found]))
-                    self.model.keep_response(found[0].step_index, metadata)
+                    self.model.keep_response(found[0].step_index, metadata, text)
         self._rewards = {(one.name, one.step_index, one.agent): one.value for one in self.session.rewarded}
 
     async def ended(self) -> None:
@@ -228,18 +266,24 @@ class PlayedRollout:
         await self.session.acknowledged()
 
     def _check_open(self) -> None:
-        if self._end.done():
+        if self._end.done() or self._ending is not None:
             raise ended(self.session.rollout_id)
 
     def _check_engine(self) -> None:
         """The rollout has failed with the first error of its engine: nothing that the agent still does counts."""
-        failure = self.session.failure
-        if failure is None or failure.cause != "engine_error":
+        reason = self._engine_error()
+        if reason is None:
             return
-        is_told = isinstance(failure.error, RollstreamError)  # any other may contain secrets
-        reason = self._conceal(str(failure.error)) if is_told else "see the log of the producers"
         message = f"rollout {self.session.rollout_id} has failed by an error of its engine ({reason}); end it"
         raise Refusal(500, message, code=ENGINE_ERROR, is_final=True)
+
+    def _engine_error(self) -> str | None:
+        """The error of the engine by which the rollout has failed, as agents are told it."""
+        failure = self.session.failure
+        if failure is None or failure.cause != ENGINE_ERROR:
+            return None
+        is_told = isinstance(failure.error, RollstreamError)  # any other may contain secrets
+        return self._conceal(str(failure.error)) if is_told else "see the log of the producers"
 
     def _check_capacity(self) -> None:
         if len(self._working) >= self._max_calls:

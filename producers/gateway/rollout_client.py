@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollstream.eventlog.http.http_json import HttpAnswer, HttpServer, TryAgainError, decoded, retry_after, shown
+from rollstream.eventlog.http.http_json import HttpAnswer, HttpServer, Limit, TryAgainError, decoded, retry_after, shown
 from rollstream.producers.gateway.call_keys import (
     ENDED,
     IDEMPOTENCY_KEY,
@@ -29,21 +29,25 @@ from rollstream.producers.gateway.call_keys import (
     token_file,
 )
 from rollstream.producers.openai.requests import SHOULD_RETRY
-from rollstream.producers.rollout.reply import TurnsExhausted
+from rollstream.producers.rollout.reply import TurnsExhausted, is_exhaustion
 from rollstream.schemas.errors import (
     ConfigError,
     GatewayError,
+    ModelError,
     PromptTooLongError,
     RollstreamError,
     describe,
     first_invalid,
 )
-from rollstream.schemas.variables import conceal
+from rollstream.schemas.variables import conceal, encodable
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 """Variable in which a program of `environment: command:...` gets its rollout's key."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 """Between two tries; doubled from the first to the last."""
+
+MAX_ANSWER_BYTES = 1024**3
+"""A call for many long answers takes megabytes: each token some 100 bytes."""
 
 Task = TypeVar("Task", bound="RolloutTask")
 
@@ -109,10 +113,7 @@ class _Requests:
         headers = {IDEMPOTENCY_KEY: key or secrets.token_hex(16)}
         while True:
             try:
-                server = await self._server()
-                timeout_s = self._retries.timeout_s + for_s
-                answer = await server.sent("POST", path, dict(body), headers=headers, timeout_s=timeout_s)
-                return _checked(answer, server.url + path)
+                return await self._sent(path, dict(body), headers, self._retries.timeout_s + for_s)
             except TryAgainError as error:
                 cause = error.__cause__
                 wait_s = max(pause_s, error.after_s)
@@ -125,6 +126,15 @@ class _Requests:
                 logger.info("gateway: %s; tried again", error)
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _sent(self, path: str, body: dict[str, Any], headers: Mapping[str, str], timeout_s: float) -> Any:
+        server = await self._server()
+        limits: dict[str, Any] = {"limit": Limit(timeout_s), "max_bytes": MAX_ANSWER_BYTES}
+        try:
+            answer = await server.sent("POST", path, body, headers=headers, **limits)
+        except ModelError as error:  # the answer is too large
+            raise GatewayError(f"gateway: {error}") from error
+        return _checked(answer, server.url + path)
 
     async def _server(self) -> HttpServer:
         address = self._locate()
@@ -140,8 +150,8 @@ class _Requests:
 class RemoteRollout:
     """A rollout that this process plays; as a context manager it is ended with the block.
 
-    An exception in the block fails the rollout and goes on, except TurnsExhausted, which ends it as it ends an agent
-    within the producers. A cancelled block leaves the rollout to its timeout.
+    An exception in the block fails the rollout and goes on, except TurnsExhausted (also of a TaskGroup's tasks), which
+    ends it as it ends an agent within the producers. A cancelled block leaves the rollout to its timeout.
     """
 
     def __init__(self, task: RolloutTask, base_url: str, key: str, retries: Retries | None = None) -> None:
@@ -177,13 +187,13 @@ class RemoteRollout:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         try:
-            if error is None or isinstance(error, TurnsExhausted):
+            if error is None or is_exhaustion(error):
                 await self.end()
             elif isinstance(error, Exception):
                 await self._fail(error)
         finally:
             await self.close()
-        return isinstance(error, TurnsExhausted)
+        return is_exhaustion(error)
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, idempotency_key: str = "", **options: Any
@@ -317,7 +327,7 @@ def _parsed(body: bytes, url: str) -> Any:
 
 def _shortened(error: str) -> str:
     """An error that JSON can hold: names of files may have lone surrogates."""
-    return error[:MAX_ERROR_CHARS].encode(errors="backslashreplace").decode()[:MAX_ERROR_CHARS]
+    return encodable(error[:MAX_ERROR_CHARS])[:MAX_ERROR_CHARS]
 
 
 def _read(model: type[Task], given: str | bytes | dict[str, Any]) -> Task:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from rollstream.producers.engines.base import Engine, Generation, Tokenizer
-from rollstream.producers.gateway.call_keys import ENGINE_ERROR, CallIdentity
+from rollstream.producers.gateway.call_keys import CallIdentity
+from rollstream.producers.openai import offered_tools
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.options import is_alias
 from rollstream.producers.openai.protocol import Answer, answer_of, stop_length
-from rollstream.producers.openai.requests import ChatRequest, Refusal
-from rollstream.producers.openai.responses import PREFIX, RespondedRequest
+from rollstream.producers.openai.requests import ENGINE_ERROR, ChatRequest, Refusal
+from rollstream.producers.openai.responses import PREFIX, TEXT_PREFIX, RespondedRequest, unknown_item
 from rollstream.producers.openai.stream_words import Answered
 from rollstream.producers.openai.streaming import OnText, ParsedStream, TextStream, on_tokens_of
 from rollstream.producers.rollout.gateway_interface import CallOptions, cut_to, rendered
@@ -33,9 +34,13 @@ from rollstream.schemas.errors import (
     PromptTooLongError,
 )
 from rollstream.schemas.events import StepRecorded
+from rollstream.schemas.events.recorded import RecordedStep
 
 RUNS_MODEL = "policy"
 """A name that any rollout's default agent answers to."""
+
+EXHAUSTED = "gateway.max_turns"
+"""Name of the step of the first call that was refused because its agent had no turn left."""
 
 
 @dataclass(slots=True)
@@ -60,23 +65,34 @@ class RolloutModel:
         self._aliases = aliases
         self._responses: dict[str, int] = {}
         """Steps of the calls that a later one may go on from, by id."""
+        self._texts: dict[str, str] = {}
+        """Their texts by id, as clients were given them."""
         self._written = WrittenAnswers()
 
-    def keep_text(self, reply: Reply, step: StepRecorded, metadata: Mapping[str, Any]) -> None:
-        generation = reply.generation
-        if generation is None or not (step.data or {}).get("tools"):
-            return
-        tools: Any = (step.data or {})["tools"]
+    def keep_text(self, reply: Reply, step: StepRecorded, metadata: Mapping[str, Any]) -> str:
+        """Keep a recorded answer as clients give it back; returns the text that its client was given, if it matters."""
+        data: Any = step.data or {}
+        tools = data.get("tools", ())
+        if reply.generation is None or not (tools or "response_id" in metadata):
+            return ""
         answer = self._answer(step.agent, reply, tuple(metadata.get("stop", ())), tools)
-        self._keep_written(answer, reply.text, (step.data or {})["input"])
+        if tools:
+            self._keep_written(answer, reply.text, data["input"], tools)
+        return answer.text
 
-    def _keep_written(self, answer: Answer, text: str, sent: Sequence[Message]) -> None:
-        if answer.tool_calls or answer.reasoning is not None:
-            self._written.keep(text, answer.text, answer.tool_calls, sent)
+    def _keep_written(
+        self, answer: Answer, text: str, sent: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for calls in (answer.tool_calls, offered_tools.as_given(answer.tool_calls, tools)):
+            self._written.keep(text, answer.text, calls, sent)
 
-    def keep_response(self, step_index: int, metadata: Mapping[str, Any]) -> None:
-        names = metadata.get("response_id", ""), self._call_id(step_index)
-        self._responses |= dict.fromkeys((PREFIX + name for name in names), step_index)
+    def keep_response(self, step_index: int, metadata: Mapping[str, Any], text: str) -> None:
+        """Keep what a later call may name: the response, and the `text` that its client was given."""
+        if "response_id" not in metadata:
+            return
+        for name in (metadata["response_id"], self._call_id(step_index)):
+            self._responses[PREFIX + name] = step_index
+            self._texts[TEXT_PREFIX + name] = text
 
     def _call_id(self, step_index: int) -> str:
         return hashlib.sha256(f"{self.session.rollout_id}/s{step_index}".encode()).hexdigest()[:24]
@@ -88,9 +104,10 @@ class RolloutModel:
         found = {"id": name, "object": "model", "created": 0, "owned_by": "rollstream"}
         return found | {"model_group": group, "version": version}
 
-    def default(self) -> dict[str, Any]:
-        """The model of the default agent."""
-        return self.described(self._agent)
+    def all_described(self) -> list[dict[str, Any]]:
+        """The models of all agents, that of the default one first."""
+        others = [agent for agent in self.session.agents if agent != self._agent]
+        return [self.described(agent) for agent in (self._agent, *others)]
 
     def count(self, asked: ChatRequest) -> int:
         """Number of the prompt's tokens. Raises Refusal."""
@@ -117,7 +134,7 @@ class RolloutModel:
         try:
             replies = await self.session.sample(sent, asked.n, agent, asked=self._asked(asked, metadata, on_text))
         except TurnsExhausted as error:
-            self.exhausted = error
+            await self._keep_exhausted(error)
             raise Refusal(400, str(error), code="max_turns") from error
         except PromptTooLongError as error:
             raise Refusal(400, str(error), param=asked.PROMPT_KEY, code="context_length_exceeded") from error
@@ -131,12 +148,24 @@ class RolloutModel:
         except EnvironmentRunError as error:
             raise Refusal(400, str(error)) from error
         answered = self.answered(asked, replies)
-        if _tools_of(asked):
+        if tools := _tools_of(asked):
             for reply, answer in zip(replies, answered.answers, strict=True):
-                self._keep_written(answer, reply.text, sent)
+                self._keep_written(answer, reply.text, sent, tools)
         await self.session.acknowledged()
-        self.keep_response(replies[0].step_index, metadata)
+        self.keep_response(replies[0].step_index, metadata, answered.answers[0].text)
         return SampledAnswers(replies, answered)
+
+    async def _keep_exhausted(self, error: TurnsExhausted) -> None:
+        """Record the first refusal for want of turns: how the rollout ends depends on it, in another process too."""
+        try:
+            if self.exhausted is None:
+                self.exhausted = error
+                data: dict[str, Any] = {"error": str(error)}
+                step = RecordedStep(event_type="CUSTOM_END", name=EXHAUSTED, data=data, agent=self._agent)
+                await self.session.record(step)
+            await self.session.acknowledged()
+        except EnvironmentRunError as ended:
+            raise Refusal(400, str(ended)) from ended
 
     def answered(self, asked: ChatRequest | CompletionRequest, replies: list[Reply]) -> Answered:
         agent, tools = self.agent_of(asked.model), _tools_of(asked)
@@ -151,6 +180,7 @@ class RolloutModel:
         return answer_of(
             generation,
             tokenizer,
+            model_group=group,
             prompt_ids=reply.prompt,
             salt=reply.step_index,
             stop=stop,
@@ -195,7 +225,12 @@ class RolloutModel:
         """Messages for the chat template; answers with tool calls are word for word as the model wrote them."""
         if not isinstance(asked, ChatRequest):
             return [{"role": "user", "content": self._plain_text(asked)}]
-        found = self._written.as_written([message.for_template() for message in asked.messages])
+        messages = [message.for_template() for message in asked.messages]
+        for index, name in asked.references.items() if isinstance(asked, RespondedRequest) else ():
+            if name not in self._texts:
+                raise unknown_item(name)
+            messages[index]["content"] = self._texts[name]
+        found = self._written.as_written(messages)
         if isinstance(asked, RespondedRequest) and asked.previous_response_id is not None:
             at = int(asked.has_instructions)
             found[at:at] = self._before(asked.previous_response_id)

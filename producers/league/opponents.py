@@ -2,7 +2,7 @@
 
 An opponent is loaded under its player's name (`GROUP@VERSION`), as a model group of its own: an engine holds one
 version of each model group. A task holds its opponents from before it starts until it is settled; of those that no task
-holds, the one that was held longest ago is unloaded when another one is needed.
+holds, the one that was held longest ago is unloaded when another one is needed, and all whose runs have ended.
 """
 
 import asyncio
@@ -10,26 +10,31 @@ import logging
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from rollstream.eventlog import terms
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import decode, kind_of
 from rollstream.eventlog.log import EventLog, Position
 from rollstream.eventlog.reading import decoded, read_to_end
+from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.eventlog.terms import Owner
 from rollstream.producers.engines.base import Engine, Generation, check_base_model
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
-from rollstream.schemas.errors import ArtifactError, ModelError, StoreUnavailableError
+from rollstream.schemas.errors import ArtifactError, ModelError, RollstreamError, StoreUnavailableError
 from rollstream.schemas.events import LearnerClaimed, WeightsCollected, WeightsPublished
 from rollstream.schemas.permissions import Permissions
+from rollstream.schemas.settings import ArtifactRef
 
 READ_KINDS = ("learner_claimed", "weights_published", "weights_collected", None)
 """All others are passed over undecoded."""
 MAX_GROUPS = 16
 """Model groups whose versions are remembered; the one that was asked for first goes first."""
 RETRY_S = 5.0
+MAX_ENDED = 100
+"""Runs that are remembered as ended, until their last tasks have stopped."""
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +131,15 @@ class PublishedVersions:
         return None
 
 
+@dataclass(slots=True)
+class _Loaded:
+    """A version in the engine."""
+
+    published: WeightsPublished
+    runs: set[str] = field(default_factory=set[str])
+    """Runs whose tasks have held it, without those that have ended. It may be a version of none of them."""
+
+
 class OpponentWeights:
     """The opponents that an engine holds."""
 
@@ -144,9 +158,12 @@ class OpponentWeights:
         self._permissions = permissions
         self._retry_s = retry_s
         self._versions = PublishedVersions(log)
-        self._loaded: dict[str, WeightsPublished] = {}
+        self._loaded: dict[str, _Loaded] = {}
         """The one that was held longest ago first."""
         self._holders: Counter[str] = Counter()
+        self._ended = RecentSet(MAX_ENDED)
+        self._changed = asyncio.Event()
+        """Something may have become needless."""
         self._waiting: list[asyncio.Future[None]] = []
         self._loading = asyncio.Lock()
 
@@ -155,8 +172,8 @@ class OpponentWeights:
         """Players whose weights the engine holds."""
         return tuple(self._loaded)
 
-    async def hold(self, players: Collection[str], most: int) -> None:
-        """Have these players' weights loaded until `release`; scripted ones need none.
+    async def hold(self, players: Collection[str], most: int, run_id: str) -> None:
+        """Have these players' weights loaded for a task of a run until `release`; scripted ones need none.
 
         Waits until no more than `most` (or as many as one task needs, if these are more) are held. Raises ModelError
         for a version that is unknown, was collected, was trained with another tokenizer than its base model has here or
@@ -168,19 +185,40 @@ class OpponentWeights:
         self._holders.update(wanted)
         try:
             for player in wanted:
-                async with self._loading:
-                    await self._load(player, max(most, len(wanted)))
+                await self._have(player, max(most, len(wanted)))
+                if run_id not in self._ended:
+                    self._loaded[player].runs.add(run_id)
         except BaseException:
             self.release(players)
             raise
 
     def release(self, players: Collection[str]) -> None:
-        """A task that held these players is over; their weights stay until others need the room."""
+        """A task that held these players is over; their weights stay until others need the room, or its run ends."""
         self._holders.subtract(player for player in players if ids.version_of(player) is not None)
         self._holders = +self._holders
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
+        self._changed.set()
+
+    def end_run(self, run_id: str) -> None:
+        """No task of this run begins any more; those that have begun release what they hold."""
+        self._ended.add(run_id)
+        for loaded in self._loaded.values():
+            loaded.runs.discard(run_id)
+        self._changed.set()
+
+    async def unload_ended(self) -> None:
+        """Until cancelled: unload what was loaded only for runs that have ended, once no task holds it."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            async with self._loading:
+                while (player := self._idle(is_needless=True)) is not None:
+                    try:
+                        await self._unload(player, self._loaded[player].published)
+                    except RollstreamError as error:
+                        logger.warning("player %s is not unloaded: %s", player, error)
 
     async def _released(self) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -190,29 +228,68 @@ class OpponentWeights:
         finally:
             self._waiting.remove(waiter)
 
+    async def _have(self, player: str, most: int) -> None:
+        """Have a held player loaded. Only what loads waits for others that do, and none of it for a store's return."""
+        while player not in self._loaded:
+            async with self._loading:
+                if player in self._loaded:
+                    break
+                try:
+                    await self._load(player, most)
+                    break
+                except StoreUnavailableError as error:
+                    logger.warning("player %s is not loaded yet: %s", player, error)
+            await asyncio.sleep(self._retry_s)
+        self._loaded[player] = self._loaded.pop(player)
+
     async def _load(self, player: str, most: int) -> None:
-        if player in self._loaded:
-            self._loaded[player] = self._loaded.pop(player)
-            return
         published = await self._versions.find(player)
         permissions = self._permissions if self._engine.capabilities.loads_models else None
         base_model = await asyncio.to_thread(base_model_of, published, permissions)
-        for idle in [one for one in self._loaded if not self._holders[one]][: max(0, len(self._loaded) + 1 - most)]:
-            await self._unload(idle)
-        while True:
+        while len(self._loaded) + 1 > most and (idle := self._idle()) is not None:
+            await self._unload(idle, self._loaded[idle].published)
+        try:
+            path = await self._fetched(published.artifact)
+        except StoreUnavailableError:
+            raise
+        except ArtifactError as error:
+            raise ModelError(f"player {player}: {error}") from error
+        try:
+            await self._engine.load(
+                published.model_copy(update={"model_group": player, "base_model": base_model}), path
+            )
+        except BaseException:  # one that is cancelled may end in the engine all the same
             try:
-                path = await asyncio.to_thread(self._artifacts.fetch, published.artifact)
-                break
-            except StoreUnavailableError as error:
-                logger.warning("player %s is not loaded yet: %s", player, error)
-                await asyncio.sleep(self._retry_s)
-            except ArtifactError as error:
-                raise ModelError(f"player {player}: {error}") from error
-        await self._engine.load(published.model_copy(update={"model_group": player, "base_model": base_model}), path)
-        self._loaded[player] = published
+                await self._unload(player, published)
+            except RollstreamError as error:  # such as an engine that is closed
+                logger.info("player %s is not unloaded: %s", player, error)
+            raise
+        self._loaded[player] = _Loaded(published)
         logger.info("loaded player=%s", player)
 
-    async def _unload(self, player: str) -> None:
-        published = self._loaded.pop(player)
-        await self._engine.unload(player)
-        self._artifacts.drop_copy(published.artifact)
+    async def _fetched(self, ref: ArtifactRef) -> Path:
+        fetching = asyncio.create_task(asyncio.to_thread(self._artifacts.fetch, ref))
+        try:
+            return await asyncio.shield(fetching)
+        except asyncio.CancelledError:  # the thread goes on, and nobody would drop its copy
+            fetching.add_done_callback(lambda done: None if done.exception() else self._artifacts.drop_copy(ref))
+            raise
+
+    def _idle(self, *, is_needless: bool = False) -> str | None:
+        """The player that no task holds since the longest time; `is_needless`: of those whose runs have all ended."""
+        for player, loaded in self._loaded.items():
+            if not self._holders[player] and not (is_needless and loaded.runs):
+                return player
+        return None
+
+    async def _unload(self, player: str, published: WeightsPublished) -> None:
+        """Unload to the end, also if the caller is cancelled: what is forgotten here must not stay in the engine."""
+        self._loaded.pop(player, None)
+        unloading = asyncio.ensure_future(self._engine.unload(player))
+        try:
+            await asyncio.shield(unloading)
+        except asyncio.CancelledError:
+            await asyncio.wait({unloading})
+            raise
+        finally:
+            self._artifacts.drop_copy(published.artifact)

@@ -29,9 +29,13 @@ TOKEN_CALLER = "token"
 class Access:
     """The rules of one endpoint."""
 
-    def __init__(self, host: str, allowed_hosts: Sequence[str], token: str | None) -> None:
+    def __init__(
+        self, host: str, allowed_hosts: Sequence[str], token: str | None, *, section: str = "endpoint"
+    ) -> None:
         """With a `token`, requests must carry it. At an address that others can reach, any host name is allowed by
-        default: a token is needed there."""
+        default: a token is needed there. `section`: of the settings, for errors.
+        """
+        self._section = section
         self._token = token.encode() if token else None
         is_checked = host in LOOPBACK or bool(allowed_hosts)
         names = (*LOOPBACK, host, *allowed_hosts)
@@ -61,7 +65,7 @@ class Access:
         if self._hosts is not None and host not in self._hosts:
             raise Refusal(
                 403,
-                f"host {host[:100]!r} is not allowed; use 127.0.0.1, or add it to endpoint.allowed_hosts",
+                f"host {host[:100]!r} is not allowed; use 127.0.0.1, or add it to {self._section}.allowed_hosts",
                 code="host_not_allowed",
             )
         if "Origin" in headers or headers.get("Sec-Fetch-Site") in FROM_ELSEWHERE:

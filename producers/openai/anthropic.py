@@ -156,12 +156,13 @@ def parse_messages(value: Any) -> MessagesRequest:
 
 
 def parse_count(value: Any) -> CountRequest:
-    """A request that only asks how long its prompt is; it may say what a request for a message says.
+    """A request that only asks how long its prompt is; what else a request for a message says is passed over.
 
     Raises Refusal (400).
     """
-    if isinstance(value, dict) and "max_tokens" in value:
-        return parse_messages(value)
+    if isinstance(value, dict):
+        passed_over = MessagesRequest.model_fields.keys() - CountRequest.model_fields.keys()
+        value = {key: one for key, one in value.items() if key not in passed_over}
     return validated(CountRequest, value)
 
 

@@ -61,7 +61,7 @@ def _choice(index: int, answer: Answer) -> dict[str, Any]:
         length += len(text)
     columns = {
         "tokens": list(answer.token_texts),
-        "token_logprobs": list(answer.logprobs),
+        "token_logprobs": list(answer.logprobs) if answer.has_logprobs else None,
         "top_logprobs": None,
         "text_offset": offsets,
     }

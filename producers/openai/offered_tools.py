@@ -4,7 +4,7 @@ Chat templates know functions only. A tool within a namespace is offered as `NAM
 function whose one argument is its input. Tools that a provider would run or know by itself are not offered.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import orjson
@@ -112,6 +112,23 @@ def call_of(item: Mapping[str, Any]) -> dict[str, Any]:
     arguments = orjson.dumps({INPUT: given}).decode() if is_custom else given
     function = {"name": full_name(name, namespace), "arguments": arguments}
     return {"id": str(item.get("call_id", "")), "type": FUNCTION, "function": function}
+
+
+def as_given(calls: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Calls that the model made as a client can give them back: of a custom tool it knows the input alone.
+
+    `tools`: as chat templates have them.
+    """
+    functions = [function for tool in tools if isinstance(function := tool.get("function"), Mapping)]
+    custom = [function.get("name") for function in functions if function.get("parameters") == _TEXT_INPUT]
+    found: list[Mapping[str, Any]] = []
+    for call in calls:
+        function = call["function"]
+        if function["name"] in custom:
+            arguments = orjson.dumps({INPUT: _input_of(function["arguments"])}).decode()
+            call = {**call, "function": {**function, "arguments": arguments}}
+        found.append(call)
+    return found
 
 
 def choice_of(choice: Any) -> Any:

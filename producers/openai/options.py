@@ -89,9 +89,10 @@ def _chosen(choice: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return [one for one in tools if isinstance(one, Mapping)] if isinstance(tools, list) and tools else [{}]
 
 
-def _name_of(tool: Mapping[str, Any]) -> Any:
+def _name_of(tool: Mapping[str, Any]) -> str | None:
     described = tool.get(str(tool.get("type", "function")))
-    return (described if isinstance(described, Mapping) else tool).get("name")
+    name = (described if isinstance(described, Mapping) else tool).get("name")
+    return name if isinstance(name, str) else None
 
 
 def is_alias(name: str, patterns: Iterable[str]) -> bool:

@@ -1,7 +1,8 @@
 """OpenAI's chat completions as values: what answers and streams look like (requests: `requests`). Pure.
 
 Beside OpenAI's keys `choices[i].logprobs` holds `prompt_token_ids`, `token_ids`, `model_group` and `version`, so that
-whoever keeps the answer keeps what a learner needs. `logprobs.content` has one entry for each of `token_ids`.
+whoever keeps the answer keeps what a learner needs. `logprobs.content` has one entry for each of `token_ids`, and is
+null for an engine without log-probabilities.
 
 From a generation to one answer: stop texts, the text without its end token. Pure.
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollstream.producers.engines.base import Generation, Tokenizer
+from rollstream.producers.rollout.conversation import first_stop
 from rollstream.producers.rollout.reply import AnswerParts, Parse, parts_of
 
 REASONING = "reasoning_content"
@@ -22,7 +24,7 @@ NOTHING_SENT: Mapping[int, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice. `token_ids`, `token_texts` and `logprobs` have equal length (T,)."""
+    """One choice. `token_ids`, `token_texts` and `logprobs` have equal length (T,), or there are no `logprobs`."""
 
     text: str
     """Text without the end token, the stop text and everything after it, and the tool calls."""
@@ -37,17 +39,23 @@ class Answer:
     tool_calls: tuple[dict[str, Any], ...]
     model_group: str
     version: int
-    """Version of the weights; the oldest, if there were several."""
+    """Version of the weights; the oldest, if there were several. 0 for those of a frozen engine."""
     stop_text: str | None = None
     """The stop text of the request that ended it."""
     reasoning: str | None = None
     """Reasoning that a renderer separated from the text."""
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the engine gave a log-probability with each token."""
+        return len(self.logprobs) == len(self.token_ids)
 
 
 def answer_of(
     generation: Generation,
     tokenizer: Tokenizer,
     *,
+    model_group: str,
     prompt_ids: Sequence[int],
     salt: int | str,
     stop: Sequence[str] = (),
@@ -62,14 +70,14 @@ def answer_of(
     ids, reason = generation.token_ids, generation.finish_reason
     text_ids = ids[:-1] if reason == "stop" and not is_cut else ids
     text = _text(tokenizer, text_ids)
-    at, stop_text = _first_stop(text, stop), None
+    at, stop_text = first_stop(text, stop), None
     if at is not None:
         stop_text = next(word for word in stop if text.startswith(word, at))
         ids = ids[: _tokens_until_stop(tokenizer, text_ids, stop)]
         text, reason = text[:at], "stop"
     parts = parts_of(text, ids, salt, parse) if has_tools else AnswerParts(text)
     text, calls = parts.content, parts.tool_calls
-    text = text[: _first_stop(text, stop)] if has_tools and parse is not None else text
+    text = text[: first_stop(text, stop)] if has_tools and parse is not None else text
     reason = "tool_calls" if calls and reason == "stop" else reason
     return Answer(
         text=text,
@@ -79,8 +87,8 @@ def answer_of(
         logprobs=generation.logprobs[: len(ids)],
         finish_reason=reason,
         tool_calls=calls,
-        model_group=generation.spans[0].model_group,
-        version=min(span.version for span in generation.spans),
+        model_group=generation.spans[0].model_group if generation.spans else model_group,
+        version=min((span.version for span in generation.spans), default=0),
         stop_text=stop_text,
         reasoning=parts.reasoning,
     )
@@ -89,14 +97,9 @@ def answer_of(
 def stop_length(generation: Generation, tokenizer: Tokenizer, stop: Sequence[str]) -> int | None:
     """Minimum number of tokens that contain one of the stop texts; None if all of them do not."""
     ids = generation.token_ids
-    if not stop or _first_stop(_text(tokenizer, ids), stop) is None:
+    if not stop or first_stop(_text(tokenizer, ids), stop) is None:
         return None
     return _tokens_until_stop(tokenizer, ids, stop)
-
-
-def _first_stop(text: str, stop: Sequence[str]) -> int | None:
-    found = [at for at in (text.find(word) for word in stop) if at >= 0]
-    return min(found, default=None)
 
 
 def _tokens_until_stop(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> int:
@@ -104,7 +107,7 @@ def _tokens_until_stop(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2
-        has_stop = _first_stop(_text(tokenizer, ids[:middle]), stop) is not None
+        has_stop = first_stop(_text(tokenizer, ids[:middle]), stop) is not None
         low, high = (low, middle) if has_stop else (middle + 1, high)
     return low
 
@@ -132,9 +135,17 @@ def completion(head: Mapping[str, Any], answers: list[Answer]) -> dict[str, Any]
     }
 
 
-def chunk(head: Mapping[str, Any], index: int, text: str, *, is_first: bool) -> dict[str, Any]:
+def begin_chunk(head: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The beginning of a choice in a stream, before its text."""
+    return _chunk(head, index, {"role": "assistant", "content": ""})
+
+
+def chunk(head: Mapping[str, Any], index: int, text: str) -> dict[str, Any]:
     """A piece of a choice's text in a stream."""
-    delta = {"role": "assistant", "content": text} if is_first else {"content": text}
+    return _chunk(head, index, {"content": text})
+
+
+def _chunk(head: Mapping[str, Any], index: int, delta: dict[str, Any]) -> dict[str, Any]:
     choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
     return {**head, "object": "chat.completion.chunk", "choices": [choice]}
 
@@ -162,8 +173,9 @@ def chunks(
 
 def logprobs_of(answer: Answer) -> dict[str, Any]:
     """OpenAI's entries, and the exact token ids beside them."""
+    entries = map(_token, answer.token_texts, answer.logprobs)
     return {
-        "content": [_token(text, logprob) for text, logprob in zip(answer.token_texts, answer.logprobs, strict=True)],
+        "content": [*entries] if answer.has_logprobs else None,
         "refusal": None,
         "prompt_token_ids": list(answer.prompt_ids),
         "token_ids": list(answer.token_ids),

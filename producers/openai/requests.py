@@ -21,6 +21,9 @@ MAX_NESTING = 64
 MAX_STOPS, MAX_STOP_CHARS = 64, 1000
 """Number of stop sequences, each of which is looked for after every token, and characters of one."""
 
+ENGINE_ERROR = "engine_error"
+"""Error code for calls that an engine has failed to answer."""
+
 
 class Refusal(RollstreamError):
     """A request that gets an error in OpenAI's shape."""
@@ -50,7 +53,7 @@ class Refusal(RollstreamError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class ChatMessage(BaseModel):
@@ -63,6 +66,15 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_function_call(cls, value: Any) -> Any:
+        """Chat templates know neither the key nor the role: both would vanish from the prompt."""
+        is_call = isinstance(value, dict) and value.get("function_call") is not None
+        if is_call or (isinstance(value, dict) and value.get("role") == "function"):
+            raise ValueError("function_call and the role function are not supported; use tool_calls and the role tool")
+        return value
 
     @field_validator("content", mode="before")
     @classmethod

@@ -16,8 +16,10 @@ from rollstream.producers.openai.protocol import Answer, exact_of
 from rollstream.producers.openai.requests import ChatRequest, Refusal, Role, checked_request, validated
 from rollstream.producers.openai.stream_words import Answered, StreamWords
 
-PREFIX = "resp_"
-"""Prefix of a response's id."""
+PREFIX, TEXT_PREFIX = "resp_", "msg_"
+"""Prefixes of the ids of a response and of its text."""
+REFERENCE = "item_reference"
+"""Type of the item that names an earlier item by its id: Vercel's AI SDK sends it in place of texts."""
 ADDITIONAL = "additional_tools"
 """Type of the item that adds tools."""
 _ROLES = get_args(Role)
@@ -34,6 +36,8 @@ class RespondedRequest(ChatRequest):
     """The first message is theirs: it is not part of the conversation that a later response continues."""
     own_id: str
     """Id of the response, without prefix, if it is streamed."""
+    references: dict[int, str] = Field(default_factory=dict)
+    """Ids of texts of earlier responses, each by the index of the message whose content it is."""
 
 
 class _Given(BaseModel):
@@ -98,11 +102,16 @@ class ResponsesRequest(_Given):
     def chat(self) -> RespondedRequest:
         """The same in the words of chat completions. Raises Refusal (400) for an item that is not supported."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        references: dict[int, str] = {}
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
         else:
             for number, item in enumerate(self.input):
-                _append(messages, item, f"input.{number}")
+                if item.get("type") == REFERENCE:
+                    references[len(messages)] = _referred(item, f"input.{number}")
+                    messages.append({"role": "assistant", "content": ""})
+                else:
+                    _append(messages, item, f"input.{number}")
         asked = {
             "model": self.model,
             "messages": messages,
@@ -120,6 +129,7 @@ class ResponsesRequest(_Given):
             "previous_response_id": self.previous_response_id,
             "has_instructions": bool(self.instructions),
             "own_id": secrets.token_hex(12),
+            "references": references,
         }
         if not messages:
             raise Refusal(400, "input: none of its items is a message, a call or an output; add one", param="input")
@@ -158,6 +168,24 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], at: str) ->
         known = ", ".join(("message", FUNCTION_CALL, CUSTOM_CALL, *OUTPUTS, ADDITIONAL))
         remedy = "agents send other types for models that they know: name the model policy"
         raise Refusal(400, f"{at}: item of type {kind!r}; supported: {known}; {remedy}", param=at)
+
+
+def _referred(item: Mapping[str, Any], at: str) -> str:
+    """Id of a text; the ids of other items name nothing that is kept. Raises Refusal (400)."""
+    name = item.get("id")
+    if not isinstance(name, str) or not name.startswith(TEXT_PREFIX):
+        raise unknown_item(name, at)
+    return name
+
+
+def unknown_item(name: Any, at: str = "input") -> Refusal:
+    """The error for a reference to an item that is not kept."""
+    return Refusal(
+        400,
+        f"{at}: no text of an answer of this rollout has the id {name!r:.100}; send items whole (store: false)",
+        param=at,
+        code="item_not_found",
+    )
 
 
 def _additional(item: Mapping[str, Any], at: str) -> list[OfferedTool]:
@@ -240,7 +268,7 @@ def _message(call_id: str, text: str | None) -> dict[str, Any]:
     """The item of a text; `text`: None while it is sampled."""
     content = [] if text is None else [_part(text)]
     status = "in_progress" if text is None else "completed"
-    return {"id": f"msg_{call_id}", "type": "message", "role": "assistant", "status": status, "content": content}
+    return {"id": TEXT_PREFIX + call_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -290,7 +318,7 @@ class ResponseWords(StreamWords):
 
 def _event(kind: str, call_id: str) -> dict[str, Any]:
     """An event of the message's text, which is the first item."""
-    return {"type": f"response.{kind}", "item_id": f"msg_{call_id}", "output_index": 0, "content_index": 0}
+    return {"type": f"response.{kind}", "item_id": TEXT_PREFIX + call_id, "output_index": 0, "content_index": 0}
 
 
 def _opened(call_id: str) -> list[dict[str, Any]]:

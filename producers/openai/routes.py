@@ -41,6 +41,13 @@ MESSAGES = "/v1/messages"
 MAX_BODY_BYTES = 2 * 1024 * 1024
 """Some 500,000 tokens: what a larger body holds fits no model, and is tokenised in the event loop."""
 
+KEEP_ALIVE_S = 15.0
+"""Longest pause in a stream."""
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment of server-sent events, which clients pass over."""
+_PAUSE = (-1, "")
+"""In place of a piece that did not come in time."""
+
 _COUNTED = web.RequestKey("counted", CountedCall)
 """Count of a request by the limits of its key."""
 
@@ -72,12 +79,12 @@ class Routes(ABC):
         """Number of the prompt's tokens. Raises Refusal."""
 
     @abstractmethod
-    def served(self, request: web.Request) -> dict[str, Any]:
-        """The one model, in OpenAI's words. Raises Refusal."""
+    def served(self, request: web.Request) -> list[dict[str, Any]]:
+        """The models, in OpenAI's words. Raises Refusal."""
 
     @abstractmethod
-    def check_model(self, request: web.Request, name: str) -> None:
-        """Raises Refusal (404) for a name of no model here."""
+    def described(self, request: web.Request, name: str) -> dict[str, Any]:
+        """One of them. Raises Refusal (404) for a name that no model has."""
 
     @abstractmethod
     async def too_many(self, request: web.Request) -> None:
@@ -102,13 +109,12 @@ class Routes(ABC):
         router.add_post(f"{prefix}{MESSAGES}/count_tokens", self.count_tokens)
 
     async def models(self, request: web.Request) -> web.Response:
-        """The one model, with its model group and the version that answers now (-1 before the first)."""
-        return json_response({"object": "list", "data": [self.served(request)]})
+        """All models, each with its model group and the version that answers now (-1 before the first)."""
+        return json_response({"object": "list", "data": self.served(request)})
 
     async def model(self, request: web.Request) -> web.Response:
-        """The same by its name."""
-        self.check_model(request, request.match_info["model"])
-        return json_response(self.served(request))
+        """One of them by its name."""
+        return json_response(self.described(request, request.match_info["model"]))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """One chat completion, of the newest weights or of `min_version` and later."""
@@ -148,6 +154,8 @@ class Routes(ABC):
                 code="unsupported_parameter",
             )
         asked = given.chat()
+        if asked.references and not self.KEEPS_RESPONSES:
+            raise responses.unknown_item(next(iter(asked.references.values())))
         if given.stream:
             return await self._streamed(request, asked, ResponseWords(given, asked))
         return json_response(responses.response(given, await self.answer(request, asked)))
@@ -162,21 +170,22 @@ class Routes(ABC):
     ) -> web.StreamResponse:
         """Pieces as they are sampled, then the rest and the end, once the whole is answered.
 
-        What is refused before the first piece is refused as any request; after it, the stream ends with the error.
+        What is refused at once is refused as any request; after the first piece or pause, the stream ends with the
+        error. Clients give up on a connection on which nothing comes for long, so that pauses are filled.
         """
         pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
         answering = asyncio.ensure_future(self.answer(request, asked, lambda *piece: pieces.put_nowait(piece)))
         answering.add_done_callback(lambda _: pieces.put_nowait(None))
         try:
-            piece = await pieces.get()
+            piece = await _next_of(pieces)
             if piece is None:
                 answering.result()
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             with contextlib.suppress(ConnectionResetError):  # the client has hung up
                 await response.prepare(request)
                 while piece is not None:
-                    await response.write(words.piece(*piece))
-                    piece = await pieces.get()
+                    await response.write(KEEP_ALIVE if piece == _PAUSE else words.piece(*piece))
+                    piece = await _next_of(pieces)
                 try:
                     end = words.end(answering.result())
                 except Exception as error:  # noqa: BLE001 -- the status is sent: the stream has to end with the error
@@ -218,6 +227,15 @@ class Routes(ABC):
         except Exception as error:  # noqa: BLE001 -- aiohttp would answer in plain text, which no client reads
             refused = _unexpected(request, error)
             return json_response(_error_body(request, refused), status=refused.status)
+
+
+async def _next_of(pieces: "asyncio.Queue[tuple[int, str] | None]") -> tuple[int, str] | None:
+    """The next piece of an answer, or a pause; None after the last one."""
+    try:
+        async with asyncio.timeout(KEEP_ALIVE_S):
+            return await pieces.get()
+    except TimeoutError:
+        return _PAUSE
 
 
 def _unexpected(request: web.Request, error: Exception) -> Refusal:

@@ -21,7 +21,7 @@ from rollstream.producers.openai.access import Access, KeyLimits
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.options import is_alias
 from rollstream.producers.openai.protocol import answer_of
-from rollstream.producers.openai.requests import ChatRequest, Refusal, SampledRequest
+from rollstream.producers.openai.requests import ENGINE_ERROR, ChatRequest, Refusal, SampledRequest
 from rollstream.producers.openai.routes import Routes
 from rollstream.producers.openai.stream_words import Answered
 from rollstream.producers.openai.streaming import OnText, TextStream, on_tokens_of
@@ -31,6 +31,7 @@ from rollstream.schemas.errors import (
     ChatTemplateError,
     ModelError,
     NotAllowedError,
+    PromptRefusedError,
     PromptTooLongError,
     RollstreamError,
 )
@@ -87,7 +88,7 @@ class Endpoint(Routes):
 
     async def count(self, request: web.Request, asked: ChatRequest) -> int:
         """Number of the prompt's tokens, once there are weights."""
-        self.check_model(request, asked.model)
+        self._check_model(asked.model)
         await self._wait(0)
         return len(self._chat_ids(asked))
 
@@ -114,7 +115,7 @@ class Endpoint(Routes):
         self, request: web.Request, asked: ChatRequest | CompletionRequest, on_text: OnText | None = None
     ) -> Answered:
         """`n` answers to the prompt, whose ids are made once the weights are there."""
-        self.check_model(request, asked.model)
+        self._check_model(asked.model)
         asked.check_enforced()
         sampling = self._sampling(asked)
         await self._wait(asked.min_version if asked.min_version is not None else _min_version(request))
@@ -140,7 +141,9 @@ class Endpoint(Routes):
             param=asked.PROMPT_KEY,
         )
         call_id = secrets.token_hex(12)
-        made = functools.partial(answer_of, prompt_ids=prompt_ids, stop=asked.stop, has_tools=has_tools)
+        made = functools.partial(
+            answer_of, model_group=group, prompt_ids=prompt_ids, stop=asked.stop, has_tools=has_tools
+        )
         answers = [made(one, tokenizer, salt=f"{call_id}/{index}") for index, one in enumerate(generations)]
         return Answered(answers, call_id, int(time.time()))
 
@@ -159,9 +162,11 @@ class Endpoint(Routes):
         calls = [asyncio.ensure_future(self._engine.generate(request)) for request in requests]
         try:
             return list(await asyncio.gather(*calls))
-        except ModelError as error:
+        except PromptRefusedError as error:
             code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
             raise Refusal(400, str(error), param=param, code=code) from error
+        except ModelError as error:
+            raise Refusal(500, str(error), code=ENGINE_ERROR) from error
         finally:
             for call in calls:
                 call.cancel()
@@ -191,17 +196,22 @@ class Endpoint(Routes):
                 "ask again later or for an older version",
             ) from error
 
-    def check_model(self, request: web.Request, name: str) -> None:
+    def _check_model(self, name: str) -> None:
         """Raises Refusal (404)."""
         if name not in self._names and not is_alias(name, self._settings.model_aliases):
             known = " or ".join(repr(known) for known in self._names)
             raise Refusal(404, f"model {name!r} is not served here; use {known}", param="model", code="model_not_found")
 
-    def served(self, request: web.Request) -> dict[str, Any]:
+    def served(self, request: web.Request) -> list[dict[str, Any]]:
         """The one model, with its group and the version that answers now."""
+        return [self.described(request, self._settings.model_name)]
+
+    def described(self, request: web.Request, name: str) -> dict[str, Any]:
+        """The same by one of its names. Raises Refusal (404)."""
+        self._check_model(name)
         group = self._settings.model_group
         return {
-            "id": self._settings.model_name,
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "rollstream",

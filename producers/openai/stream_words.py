@@ -49,9 +49,10 @@ class StreamWords(ABC):
 
     def piece(self, index: int, text: str) -> bytes:
         """The next piece of a choice's text."""
+        begun = () if self._sent else self._begin()
         is_first = index not in self._sent
         self._sent[index] = self._sent.get(index, 0) + len(text)
-        return b"".join(map(self.event, self._piece(index, text, is_first=is_first)))
+        return b"".join(map(self.event, (*begun, *self._piece(index, text, is_first=is_first))))
 
     def end(self, answered: Answered) -> bytes:
         """All that is left, and the end."""
@@ -62,6 +63,10 @@ class StreamWords(ABC):
     def event(self, body: Mapping[str, Any]) -> bytes:
         """One event."""
         return b"data: " + orjson.dumps(body) + b"\n\n"
+
+    def _begin(self) -> Sequence[dict[str, Any]]:
+        """The events before the first piece."""
+        return ()
 
     @abstractmethod
     def _piece(self, index: int, text: str, *, is_first: bool) -> Sequence[dict[str, Any]]: ...
@@ -100,7 +105,12 @@ class ChatWords(_OpenAIWords):
         super().__init__(asked)
 
     def _piece(self, index: int, text: str, *, is_first: bool) -> Sequence[dict[str, Any]]:
-        return [protocol.chunk(self._head, index, text, is_first=is_first)]
+        return [protocol.chunk(self._head, index, text)]
+
+    def _begin(self) -> Sequence[dict[str, Any]]:
+        """Begin all choices in their order: openai-python's stream helper keeps them in a list."""
+        self._sent = dict.fromkeys(range(self._asked.n), 0)
+        return [protocol.begin_chunk(self._head, index) for index in self._sent]
 
     def _rest(self, answered: Answered) -> Sequence[dict[str, Any]]:
         return protocol.chunks(head_of(self.KIND, self._asked, answered), answered.answers, **self._options)

@@ -13,6 +13,8 @@ import orjson
 
 _LONG = re.compile(r"\d{19}")
 _WHITE = re.compile(r"[ \t\n\r]*")
+_MAX_DEPTH = 200
+"""Arguments of more levels stay a text: orjson writes 254."""
 TOO_DEEP = "values are nested too deeply"
 _TEXTS = json.JSONDecoder(parse_int=str, parse_float=str)
 
@@ -81,15 +83,45 @@ def with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_exact_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, if they are JSON."""
+    """A tool call whose arguments are an object, if they are JSON that is not nested too deeply for a record."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
+    text = function["arguments"]
     try:
-        arguments = loads(function["arguments"])
+        arguments = loads(text)
     except ValueError:
         return call
+    if text.count("{") + text.count("[") > _MAX_DEPTH and _is_deep(arguments):
+        return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [value for values in inner for value in values]
+        if not level:
+            return False
+    return True
+
+
+def as_javascript(value: Any) -> Any:
+    """A JSON value with numbers as JavaScript and Go read them, all as float64: 5.0 is 5, and large integers are
+    rounded.
+    """
+    if isinstance(value, dict):
+        return {name: as_javascript(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [as_javascript(one) for one in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    try:
+        rounded = float(value)
+    except OverflowError:
+        return value
+    return int(rounded) if rounded.is_integer() else rounded
 
 
 def for_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,12 +5,13 @@ Only rollouts that agents outside play are continued: their agents are still the
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollstream.producers.engines.base import Generation
 from rollstream.producers.rollout.conversation import Conversation, Prompt
+from rollstream.producers.rollout.gateway_interface import END, CallOptions
 from rollstream.producers.rollout.reply import Reply
 from rollstream.schemas import tokens
 from rollstream.schemas.events import RewardRecorded, StepRecorded
@@ -45,7 +46,8 @@ def answers(
         text, history = rendered(step)
         prompt = Prompt(text, kept + new_ids, call.prefix, history=history)
         seen[step.step_index] = prompt.token_ids + completion
-        text_of_answer = conversation(step.agent).append_sampled(step.step_index, prompt, completion)
+        stop = CallOptions.of(step).stop
+        text_of_answer = conversation(step.agent).append_sampled(step.step_index, prompt, completion, stop)
         logprobs = () if call.logprobs is None else tuple(tokens.decode_floats(call.logprobs))
         reason = "length" if call.finish_reason == "length" else "stop"
         generation = Generation(tuple(completion), logprobs, call.spans, reason)
@@ -54,14 +56,28 @@ def answers(
     return found
 
 
-def turns(steps: Iterable[StepRecorded]) -> dict[str, tuple[int, int]]:
-    """Recorded turns and answers, by agent."""
+def turns(steps: Sequence[StepRecorded]) -> dict[str, tuple[int, int]]:
+    """Recorded turns by agent, and its answers with all that may have been lost: their number decides a seed, which
+    none of the recorded ones may have had.
+    """
     shares: dict[str, list[float]] = {}
     for step in steps:
         metadata: Any = (step.metadata or {}).get("gateway")
         if isinstance(metadata, dict):
             shares.setdefault(step.agent, []).append(1.0 / max(1, int(metadata.get("n", 1))))
-    return {agent: (math.ceil(sum(found) - 1e-6), len(found)) for agent, found in shares.items()}
+    num_lost = max((step.step_index + 1 for step in steps), default=0) - len(steps)
+    return {agent: (math.ceil(sum(found) - 1e-6), len(found) + num_lost) for agent, found in shares.items()}
+
+
+def rewards_after_end(
+    steps: Sequence[StepRecorded], rewards: Sequence[RewardRecorded]
+) -> dict[int, tuple[str, str | None]]:
+    """Names and agents of the rewards of the whole, by index, that followed the end of the agent outside: reward
+    functions gave them. Those that the agent gave are older, whatever their names; event time never goes back.
+    """
+    ended_ms = min((step.time_ms for step in steps if step.name == END), default=math.inf)
+    later = [one for one in rewards if one.time_ms >= ended_ms and one.step_index is None]
+    return {one.reward_index: (one.name, one.agent) for one in later}
 
 
 def _prefix_first(step: StepRecorded) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from rollstream.producers.engines.base import Generation, Tokenizer
 from rollstream.schemas import tokens
@@ -176,11 +176,13 @@ class Conversation:
         """Append what was answered at a step to a prompt that is known by its ids."""
         self._calls[step_index] = prompt.token_ids, completion
 
-    def append_sampled(self, step_index: int, prompt: Prompt, completion_ids: Sequence[int]) -> str:
+    def append_sampled(
+        self, step_index: int, prompt: Prompt, completion_ids: Sequence[int], stop: Sequence[str] = ()
+    ) -> str:
         """Append what the model answered at a step; returns its text without the end token.
 
-        Some models end an answer with the token that opens the next turn (GLM: `<|observation|>`), which the chat
-        template writes again.
+        `stop`: texts before which the answer ends for the client, who gives it back so. Some models end an answer with
+        the token that opens the next turn (GLM: `<|observation|>`), which the chat template writes again.
         """
         completion = array("i", completion_ids)
         has_end = bool(completion) and self._is_end(completion[-1])
@@ -196,15 +198,24 @@ class Conversation:
             self._by_history[history_with(prompt.history, answer)] = step_index
         for used in prompt.uses:
             self._unused.pop(used, None)
-        if (prefix := prompt.prefix) is not None and prefix.length > len(self._calls[prefix.step_index][0]):
-            self._unused.pop(prefix.step_index, None)
-        if letters := _letters(answer.rpartition(REASONED)[2]):
+        if self._holds_answer(prompt.prefix):
+            self._unused.pop(prompt.prefix.step_index, None)
+        if letters := _letters(answer[: first_stop(answer, stop)].rpartition(REASONED)[2]):
             self._unused[step_index] = letters
         return answer
 
+    def _holds_answer(self, prefix: Prefix | None) -> "TypeGuard[Prefix]":
+        """Whether a prefix has ids of the answer that it names; else only those of its prompt, or of a part of it."""
+        return prefix is not None and prefix.length > len(self._calls[prefix.step_index][0])
+
     def _used_in(self, text: str, prefix: Prefix | None) -> tuple[int, ...]:
-        """Steps whose answers a text holds, by their letters and digits; not the one whose ids it goes on from."""
-        known = {step: answer for step, answer in self._unused.items() if prefix is None or prefix.step_index != step}
+        """Steps whose answers a text holds, by their letters and digits; not the one whose ids it goes on from.
+
+        That one counts, too, if the text comes after its prompt: an answer that is rendered otherwise than it was
+        sampled (without its reasoning, or its outer spaces) is given back all the same.
+        """
+        own = prefix.step_index if self._holds_answer(prefix) else None
+        known = {step: answer for step, answer in self._unused.items() if step != own}
         letters = _letters(text) if known else ""
         return tuple(step for step, answer in known.items() if answer in letters)
 
@@ -216,6 +227,11 @@ class Conversation:
     def _text(self, ids: "array[int]") -> str:
         # Special tokens stay in the text: an answer that holds one is rendered back word for word.
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False) if ids else ""
+
+
+def first_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Index at which the first of the stop texts begins in a text; None if it holds none."""
+    return min((at for at in map(text.find, stop) if at >= 0), default=None)
 
 
 def history_with(history: str, answer: str) -> str:

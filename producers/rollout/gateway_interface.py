@@ -18,6 +18,8 @@ from rollstream.schemas.variables import one_line
 
 REFUSED_CALL = "refused_call"
 """Name of the step of a call that was refused; it has no tokens."""
+END = "gateway.end"
+"""Name of the step with which an agent outside has ended its rollout."""
 
 
 def _whole(generation: Generation, tokenizer: Tokenizer) -> Generation:
@@ -62,6 +64,11 @@ class CallOptions:
         metadata: Any = (step.metadata or {}).get("gateway", {})
         text = data["input"][0]["content"] if metadata.get("is_text") else None
         return cls(tools=tuple(data.get("tools", ())), text=text, metadata=metadata)
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Stop texts: the program is given an answer without the first of them and all after it."""
+        return tuple(self.metadata.get("stop", ()))
 
     def on_answer_tokens(self, index: int) -> Callable[[Sequence[int]], None] | None:
         """Callback for the engine's tokens of one answer."""

@@ -30,7 +30,7 @@ Emit = Callable[[codec.Encoded], Awaitable[None]]
 Acknowledged = Callable[[], Awaitable[None]]
 """Returns once the log has acknowledged all that was emitted so far."""
 LOST_CALL = "lost_call"
-"""Name of the step of a call whose producer was killed and that nobody repeated."""
+"""Name of the step of a call whose producer was killed: a call that repeats it has a step of its own."""
 WORKFLOW = "<workflow>"
 """NAT's name of the function that the whole agent is."""
 
@@ -142,17 +142,20 @@ class Journal:
                 self.share_input((step.data or {}).get("input"), step.llm.prefix)
 
     async def fill_holes(self, agent: str) -> None:
-        """Record calls that were lost with another process and not repeated, so that every index has its step."""
+        """Record calls that were lost with another process, so that every index has its step."""
         while self._holes:
             fields: dict[str, Any] = {"event_type": "CUSTOM_END", "name": LOST_CALL}
-            await self.record_step(self.open_step(), began_ms=self.clock(), agent=agent, **fields)
+            self._check_open()
+            self._num_opened += 1
+            await self.record_step(self._holes.pop(0), began_ms=self.clock(), agent=agent, **fields)
 
     def open_step(self) -> int:
-        """Index of a step that begins now. Calls are numbered as they begin, however long each takes."""
+        """Index of a step that begins now. Calls are numbered as they begin, however long each takes.
+
+        It is above those of all recorded steps, also of another process: a call goes on from earlier indices only.
+        """
         self._check_open()
         self._num_opened += 1
-        if self._holes:
-            return self._holes.pop(0)
         self._next_index += 1
         return self._next_index - 1
 

@@ -105,7 +105,8 @@ class WrittenAnswers:
     def as_written(self, messages: list[Message]) -> list[Message]:
         """Messages, the model's answers among them as it wrote them.
 
-        Of answers that a client cannot tell apart, it is the one to the same messages, else the newest.
+        Of answers that a client cannot tell apart, it is the one to the same messages, else the newest. Without calls
+        it has to be one to the same messages: a client may write such a text itself.
         """
         if not self._texts:
             return messages
@@ -123,6 +124,8 @@ class WrittenAnswers:
         if texts is None:
             return None
         written = texts.get(before)
+        if written is None and not message.get("tool_calls"):
+            return None
         return {"role": "assistant", "content": next(reversed(texts.values())) if written is None else written}
 
     def restored(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -164,9 +167,13 @@ def _line(message: Message) -> bytes:
 
 
 def _fingerprint(text: str | None, calls: Sequence[Mapping[str, Any]] | None) -> bytes:
-    """Fingerprint of a message as a client returns it: arguments count by their values, whatever their spacing and
-    order.
+    """Fingerprint of a message as a client returns it: arguments count by their values, whatever their spacing, order
+    and way of writing numbers. What clients add to a call (openai-python: `parsed_arguments`) does not count.
     """
-    called = [call_arguments.with_exact_arguments(dict(call)) for call in calls or ()]
-    called = [[call.get("id"), call.get("function")] for call in called]
+    called: list[Any] = []
+    for call in calls or ():
+        function: Any = call_arguments.with_exact_arguments(dict(call)).get("function")
+        if isinstance(function, dict):
+            function = [function.get("name"), call_arguments.as_javascript(function.get("arguments"))]
+        called.append([call.get("id"), function])
     return hashlib.sha256(call_arguments.dumps([(text or "").strip(), called], sort_keys=True).encode()).digest()

@@ -130,8 +130,8 @@ def _is_installed() -> bool:
 def _named(name: str, tokenizer: Tokenizer) -> Renderer:
     if not _is_installed():
         raise EnvironmentRunError(
-            f"renderer {name}: the package renderers is not installed; install rollstream[renderers], "
-            "or set renderer: none"
+            f"renderer {name}: the package renderers is not installed; pip install '.[renderers]' in rollstream's "
+            "checkout, or set renderer: none"
         )
     try:
         return Renderer(name, _made(name, tokenizer), tokenizer)

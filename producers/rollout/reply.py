@@ -28,11 +28,22 @@ _MARKER = re.compile(r"</?tool_call>")
 _BRACE = re.compile(r"\s*+\{")
 
 
+MAX_TURNS = "max_turns"
+"""Stop reason of a rollout that `TurnsExhausted` ended."""
+
+
 class TurnsExhausted(EnvironmentRunError):
     """An agent asked for more than `max_turns` answers.
 
     Unless caught, it ends the rollout, which is not a failure: what was rewarded until then counts, 0 if nothing was.
     """
+
+
+def is_exhaustion(error: BaseException | None) -> bool:
+    """Whether an exception is TurnsExhausted, or a group of tasks has raised nothing else."""
+    if isinstance(error, ExceptionGroup):
+        return error.split(TurnsExhausted)[1] is None
+    return isinstance(error, TurnsExhausted)
 
 
 class AnswerParts(NamedTuple):

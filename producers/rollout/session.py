@@ -49,8 +49,7 @@ class Session:
     """One attempt at one rollout, as its environment sees it.
 
     `inputs` are the example's, the attempt's own copy; `member` is its number in the group; `agents` the names that
-    may chat; `max_turns` counts answers an agent.
-    `epoch` is the epoch of the job that asked, `purpose` train or validation.
+    may chat; `max_turns` counts answers an agent; `epoch` is that of the job that asked, `purpose` train or validation.
     `seed` and `rng` are this member's own. `task_seed` and `task_rng` are equal in all members of the group: what the
     members' rewards are compared under (a secret, an opponent) is drawn from those.
     """
@@ -70,8 +69,8 @@ class Session:
         is_continued: bool = False,
     ) -> None:
         """`opponents`: players by agent in place of those that are drawn for the task. `play_scripted`: the answer of
-        a scripted one, by session, messages, agent and the player's name. `gateway`: where programs outside
-        play the rollout. `is_continued`: the journal has steps of another process.
+        a scripted one, by session, messages, agent and the player's name. `gateway`: where programs outside play the
+        rollout. `is_continued`: the journal has steps of another process.
         """
         self.inputs: dict[str, Any] = copy.deepcopy(task.inputs)
         self.task_seed = task.seed
@@ -133,7 +132,7 @@ class Session:
         A later call goes on from the answer that its messages hold. Raises what `chat` raises. `asked`: what a program
         outside asked for; then a prompt that the model cannot take is recorded as refused, and fails no rollout.
         """
-        group = self._model_group(agent)
+        group = self.model_group(agent)
         if group.startswith(ids.SCRIPTED):
             return [await self._play_scripted(messages, agent, group) for _ in self._take_turn(agent, num)]
         sent = plain_messages(messages)
@@ -161,11 +160,12 @@ class Session:
 
         Its tokens have neither a version nor log-probabilities: it is for algorithms that imitate.
         """
-        group = self._model_group(agent)
+        group = self.model_group(agent)
         sent = plain_messages(messages)
         prompt = self._prompt(self._conversation(agent, group), sent, group)
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
-        return await self._record_answer(step_index, began_ms, agent, group, sent, prompt, self._encoded(text, group))
+        generation = self._encoded(text, group)
+        return await self._record_answer(step_index, began_ms, agent, group, sent, prompt, generation, label=text)
 
     async def _record_answer(
         self,
@@ -177,9 +177,12 @@ class Session:
         prompt: Prompt,
         generation: Generation,
         asked: CallOptions | None = None,
+        label: str | None = None,
     ) -> Reply:
-        text = self._conversations[agent].append_sampled(step_index, prompt, generation.token_ids)
-        self.messages[agent] = (*sent, {"role": "assistant", "content": text})
+        if (text := label) is None:  # no later call goes on from a label, and nobody scores it
+            conversation, stop = self._conversations[agent], () if asked is None else asked.stop
+            text = conversation.append_sampled(step_index, prompt, generation.token_ids, stop)
+            self.messages[agent] = (*sent, {"role": "assistant", "content": text})
         await self._journal.record_step(
             step_index,
             began_ms=began_ms,
@@ -222,7 +225,7 @@ class Session:
     @refused_with_pause
     async def tool(self, name: str, input: Any, output: Any, agent: str = "agent") -> int:
         """Record a tool call and its result (JSON values). Returns the step's index."""
-        self._model_group(agent)
+        self.model_group(agent)
         data = {"input": plain(input, f"input of tool {name}"), "output": plain(output, f"output of tool {name}")}
         step_index, now_ms = self._journal.open_step(), self._journal.clock()
         fields: dict[str, Any] = {"event_type": "TOOL_END", "name": name, "data": data}
@@ -237,7 +240,7 @@ class Session:
         none: the version that the task was asked for at. An agent without a name is the first of the run's.
         """
         agent = step.agent or next(iter(self.agents), "agent")
-        group = self._model_group(agent)
+        group = self.model_group(agent)
         version = self._task.wanted_version(group) if assumed_version is None else assumed_version
         playing = ImportContext(group, self._settings.policy, version, retokenise)
         conversation = self._conversation(agent, playing.model_group)
@@ -276,13 +279,9 @@ class Session:
             name=name, value=number, step_index=step_index, agent=agent, is_score=is_score
         )
 
-    def model_group(self, agent: str) -> str:
-        """Model group that answers for an agent. Raises EnvironmentRunError for an agent that is not configured."""
-        return self._model_group(agent)
-
     def count_tokens(self, messages: Sequence[Message], agent: str, asked: CallOptions) -> int:
         """Number of tokens in the prompt of these messages. Nothing is recorded."""
-        group = self._model_group(agent)
+        group = self.model_group(agent)
         conversation = self._conversations.get(agent) or Conversation(self._tokenizer(group))
         return len(self._prompt(conversation, [*messages], group, asked).token_ids)
 
@@ -301,7 +300,8 @@ class Session:
         seed = functools.partial(ids.answer_seed, self.task_seed, self.member, agent, level=level, shared_by=shared_by)
         return [*map(seed, range(first, first + num_answers))]
 
-    def _model_group(self, agent: str) -> str:
+    def model_group(self, agent: str) -> str:
+        """Model group that answers for an agent. Raises EnvironmentRunError for an agent that is not configured."""
         if agent not in self._settings.agents:
             known = ", ".join(self.agents) or "none"
             raise EnvironmentRunError(f"agent {agent!r} is not an agent of the run; known agents: {known}")
@@ -320,14 +320,14 @@ class Session:
         def prompt(step: StepRecorded) -> tuple[str, str]:
             data: Any = step.data or {}
             self.messages[step.agent] = (*data["input"], {"role": "assistant", "content": data["output"]})
-            asked, tokenizer = CallOptions.of(step), self._tokenizer(self._model_group(step.agent))
+            asked, tokenizer = CallOptions.of(step), self._tokenizer(self.model_group(step.agent))
             return rendered(data["input"], tokenizer, asked), history_of(data["input"], asked)
 
         for agent, (num_turns, num_calls) in continuing.turns(self.recorded).items():
             self._num_turns[agent], self._num_calls[agent] = num_turns, num_calls
             self._num_levels += num_turns
         return continuing.answers(
-            self.recorded, lambda agent: self._conversation(agent, self._model_group(agent)), prompt
+            self.recorded, lambda agent: self._conversation(agent, self.model_group(agent)), prompt
         )
 
     def _tokenizer(self, group: str) -> Tokenizer:
@@ -335,7 +335,7 @@ class Session:
 
     def parser(self, agent: str, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Parse | None:
         """A renderer's, None without one. Raises EnvironmentRunError if the run's `renderer` cannot be used."""
-        renderer = renderer_for(self._tokenizer(self._model_group(agent)), self._settings.renderer)
+        renderer = renderer_for(self._tokenizer(self.model_group(agent)), self._settings.renderer)
         return None if renderer is None else functools.partial(renderer.parse, prompt_ids=prompt_ids, tools=tools)
 
     def _prompt(
@@ -359,7 +359,7 @@ class Session:
     async def _answer(
         self, prompt: Prompt, messages: list[Message], agent: str, asked: CallOptions | None, seed: int, index: int
     ) -> Generation:
-        group, on_ids = self._model_group(agent), None if asked is None else asked.on_answer_tokens(index)
+        group, on_ids = self.model_group(agent), None if asked is None else asked.on_answer_tokens(index)
         if self._settings.policy == "demonstration":
             return await self._demonstration(messages, agent, group)
         sampling = self._settings.sampling if asked is None else asked.within(self._settings.sampling)

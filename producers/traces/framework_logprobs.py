@@ -89,11 +89,11 @@ def _token_id(entry: Any) -> int | None:
     if found is None:
         return None
     token_id = found.get("token_id")
-    if isinstance(token_id, int) and not isinstance(token_id, bool):
-        return token_id
-    token = found.get("token")
-    digits = token.removeprefix(TOKEN_ID) if isinstance(token, str) and token.startswith(TOKEN_ID) else ""
-    return int(digits) if digits.isascii() and digits.isdigit() else None
+    if not isinstance(token_id, int) or isinstance(token_id, bool):
+        token = found.get("token")
+        digits = token.removeprefix(TOKEN_ID) if isinstance(token, str) and token.startswith(TOKEN_ID) else ""
+        token_id = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else -1
+    return token_id if 0 <= token_id < 2**31 else None
 
 
 def _spans(found: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:

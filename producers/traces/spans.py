@@ -9,7 +9,7 @@ Which steps of a workflow are to be trained on: those of the target functions an
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from pydantic import JsonValue
@@ -26,6 +26,9 @@ from rollstream.schemas.events.intermediate_steps import (
 )
 from rollstream.schemas.events.recorded import RecordedChat, RecordedReward, RecordedStep, RecordedTokens
 from rollstream.schemas.events.rollouts import FunctionAncestry
+
+MAX_LEVELS = 200
+"""Levels of lists and objects in a recorded value; what is deeper is text."""
 
 WORKFLOW = "<workflow>"
 """NAT's name of the function that a whole workflow is."""
@@ -284,7 +287,27 @@ def _key(messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> by
 
 def _plain(value: Any) -> Any:
     """A JSON value as the log will hold it; what JSON cannot say is text."""
-    return orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS))
+    try:
+        return orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS))
+    except orjson.JSONEncodeError:
+        return orjson.loads(orjson.dumps(_with_texts(value, MAX_LEVELS)))
+
+
+def _with_texts(value: Any, levels: int) -> Any:
+    """A value with text in the place of what orjson refuses: long integers, half a surrogate pair, too many levels."""
+    if isinstance(value, Mapping) and levels:
+        named = cast("Mapping[Any, Any]", value)
+        return {_unicode(str(key)): _with_texts(item, levels - 1) for key, item in named.items()}
+    if isinstance(value, list | tuple) and levels:
+        return [_with_texts(item, levels - 1) for item in cast("Sequence[Any]", value)]
+    if value is None or isinstance(value, bool | float):
+        return value
+    is_short = isinstance(value, int) and -(2**63) <= value < 2**63
+    return value if is_short else _unicode(str(value))
+
+
+def _unicode(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 _IDS = ("prompt_token_ids", "token_ids", "completion_token_ids")

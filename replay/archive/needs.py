@@ -60,8 +60,8 @@ class ArtifactNeeds:
     """Offsets of other runs' trajectories that manifests name, as in a what-if, by partition of `trajectories`."""
     bases: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     """(model group, version) that a job starts from."""
-    weights: dict[str, tuple[str, int, ArtifactRef]] = field(default_factory=dict[str, tuple[str, int, ArtifactRef]])
-    """Published weights by sha256: model group, version, artifact."""
+    weights: dict[tuple[str, int], ArtifactRef] = field(default_factory=dict[tuple[str, int], ArtifactRef])
+    """Artifacts by model group and version; one that adopts another has that one's."""
     collected: dict[str, str] = field(default_factory=dict[str, str])
     """Collector and time of collection, by sha256 of collected weights."""
     letters: dict[str, ArtifactRef] = field(default_factory=dict[str, ArtifactRef])
@@ -86,8 +86,8 @@ class ArtifactNeeds:
         found: list[Need] = []
         if self.started is not None:
             found.append(Need(self.started.dataset, "dataset", True))
-        weights = sorted(self.weights.values(), key=lambda published: published[:2])
-        named = [(Need(ref, f"weights {group} v{n}", (group, n) in self.bases)) for group, n, ref in weights]
+        weights = sorted(self.weights.items())
+        named = [Need(ref, f"weights {group} v{n}", (group, n) in self.bases) for (group, n), ref in weights]
         found += [need for need in named if need.is_required]
         found += [need for need in named if with_weights and not need.is_required]
         found += [Need(ref, "dead letter", False) for ref in self.letters.values()]
@@ -100,7 +100,7 @@ class ArtifactNeeds:
             case JobStarted() | JobSubmitted():
                 self.bases.add((event.model_group, event.base_version))
             case WeightsPublished():
-                self.weights.setdefault(event.artifact.sha256, (event.model_group, event.version, event.artifact))
+                self.weights.setdefault((event.model_group, event.version), event.artifact)
             case WeightsCollected():
                 self.collected |= dict.fromkeys(event.weights_sha256, event.reason)
             case GroupClosed():

@@ -11,6 +11,7 @@ from typing import Any
 import duckdb
 
 from rollstream.eventlog.log import Record, TopicPartition, truncated
+from rollstream.metrics.parquet import PARQUET_FILE, pattern_of
 from rollstream.replay.archive.manifest import TopicFile
 from rollstream.schemas.errors import LogError, TopicError, TruncatedError
 
@@ -21,9 +22,9 @@ even for a few records.
 """
 NEAR = 64
 """Maximum distance of records that are fetched by one query."""
-INDEX = 'SELECT "partition", "offset" FROM read_parquet($1)'
+INDEX = f'SELECT "partition", "offset" FROM {PARQUET_FILE}'
 READ = (
-    'SELECT "offset", "key", "value", timestamp_ms, headers FROM read_parquet($1) '
+    f'SELECT "offset", "key", "value", timestamp_ms, headers FROM {PARQUET_FILE} '
     'WHERE "partition" = $2 AND "offset" BETWEEN $3 AND $4 ORDER BY "offset"'
 )
 
@@ -98,7 +99,7 @@ class Table:
 
     def _execute(self, sql: str, values: list[Any]) -> duckdb.DuckDBPyConnection:
         try:
-            return self._cursor.cursor().execute(sql, [str(self._path), *values])
+            return self._cursor.cursor().execute(sql, [pattern_of(self._path), *values])
         except duckdb.Error as error:
             raise LogError(
                 f"file {self._path} of an export cannot be read: {str(error).splitlines()[0]}; "

@@ -12,6 +12,7 @@ import duckdb
 
 from rollstream.eventlog.files import sync_file
 from rollstream.eventlog.log import Record
+from rollstream.metrics.parquet import PARQUET_FILE, pattern_of
 from rollstream.metrics.projection.database import one_line
 from rollstream.replay.archive.manifest import hash_file
 from rollstream.schemas.errors import LogError
@@ -77,8 +78,8 @@ class Staging:
         """Write the added records to a file and start a new one. Raises LogError if the file cannot be written."""
         if self._held or not self._parts:
             self._flush()
-        parts = ", ".join(map(_quoted, self._parts))
-        self._copy(f"(SELECT * FROM read_parquet([{parts}]))", path, "zstd")
+        parts = ", ".join(_quoted(pattern_of(part)) for part in self._parts)
+        self._copy(f"(SELECT * FROM read_parquet([{parts}], hive_partitioning = false))", path, "zstd")
         sync_file(path)
         written = Written(hash_file(path), self._num_records, self._content_bytes)
         for part in self._parts:
@@ -88,8 +89,8 @@ class Staging:
 
     def holds(self, path: Path, partition: int, offset: int) -> bool:
         """Whether a file that was written has a record."""
-        sql = 'SELECT 1 FROM read_parquet($1) WHERE "partition" = $2 AND "offset" = $3'
-        return bool(self._connection.execute(sql, [str(path), partition, offset]).fetchall())
+        sql = f'SELECT 1 FROM {PARQUET_FILE} WHERE "partition" = $2 AND "offset" = $3'
+        return bool(self._connection.execute(sql, [pattern_of(path), partition, offset]).fetchall())
 
     def _begin(self) -> None:
         self._parts: list[Path] = []
@@ -120,7 +121,7 @@ class Staging:
     def _copy(self, source: str, path: Path, codec: str) -> None:
         options = f"FORMAT parquet, COMPRESSION {codec}, ROW_GROUP_SIZE_BYTES '{ROW_GROUP_BYTES}'"
         try:
-            self._connection.execute(f"COPY {source} TO {_quoted(path)} ({options})")
+            self._connection.execute(f"COPY {source} TO {_quoted(str(path))} ({options})")
         except duckdb.Error as error:
             raise LogError(
                 f"file {path} of the export cannot be written: {one_line(error)}; free space there, "
@@ -128,5 +129,5 @@ class Staging:
             ) from error
 
 
-def _quoted(path: Path) -> str:
-    return "'" + str(path).replace("'", "''") + "'"
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

@@ -29,7 +29,9 @@ from rollstream.schemas.settings import JobSpec
 
 FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations", "oversampling", "max_refills")
 """Settings that decided which rollouts exist."""
-FREE_ROLLOUT = ("rewards", "reward_weights", "agents", "evaluators", "missing_score")
+OF_REWARDS = ("rewards", "reward_weights", "evaluators")
+"""Settings that decide what a recorded rollout is worth."""
+FREE_ROLLOUT = (*OF_REWARDS, "agents", "missing_score")
 
 
 @dataclass(slots=True)
@@ -64,15 +66,26 @@ def check(recorded: JobStarted, spec: JobSpec) -> None:
             f"max_staleness can only be tightened in a what-if: recorded with {before.max_staleness}, "
             f"not {now.max_staleness}; set it to at most {before.max_staleness}"
         )
+    _check_rewards(recorded, spec)
+    for name in type(spec.rollout).model_fields:
+        ours, theirs = getattr(recorded.rollout, name), getattr(spec.rollout, name)
+        if name not in FREE_ROLLOUT and ours != theirs:
+            raise ConfigError(_fixed(name, ours, theirs))
+
+
+def _check_rewards(recorded: JobStarted, spec: JobSpec) -> None:
+    """Raises ConfigError if the algorithm reads rewards that other settings would not change."""
     if spec.job.algorithm.needs.step_rewards and recorded.rollout.reward_weights != spec.rollout.reward_weights:
         raise ConfigError(
             "reward_weights cannot change in a what-if with algorithm.step_rewards: process: the rewards of steps "
             "were weighted when their trajectories were assembled"
         )
-    for name in type(spec.rollout).model_fields:
-        ours, theirs = getattr(recorded.rollout, name), getattr(spec.rollout, name)
-        if name not in FREE_ROLLOUT and ours != theirs:
-            raise ConfigError(_fixed(name, ours, theirs))
+    for name in OF_REWARDS if spec.job.algorithm.needs.named_rewards else ():
+        if getattr(recorded.rollout, name) != getattr(spec.rollout, name):
+            raise ConfigError(
+                f"{name} cannot change in a what-if with algorithm {spec.job.algorithm.name}, which reads the recorded "
+                "rewards by name; change algorithm.reward_weights, or train by another algorithm or advantage"
+            )
 
 
 def _fixed(name: str, before: Any, now: Any) -> str:

@@ -15,6 +15,7 @@ from rollstream.producers.league.draw import is_opponents
 from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, evaluate, played
 from rollstream.producers.rollout.scored_answers import is_played
 from rollstream.replay.assembly import Range
+from rollstream.replay.what_if.plan import OF_REWARDS
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError, DecodeError
 from rollstream.schemas.evaluators import SECTION, is_pure
@@ -61,8 +62,7 @@ class Grading:
     @property
     def changes_something(self) -> bool:
         """Whether any reward may come out differently."""
-        fields = ("rewards", "reward_weights", "evaluators")
-        return any(getattr(self.before, name) != getattr(self.now, name) for name in fields)
+        return any(getattr(self.before, name) != getattr(self.now, name) for name in OF_REWARDS)
 
     @property
     def kept(self) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Trains what a what-if has planned: writes its run, and has a learner of this process do its job."""
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from rollstream.schemas.events import (
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import JobSpec
 
+logger = logging.getLogger(__name__)
+
 
 async def train_planned(
     log: EventLog,
@@ -43,17 +45,13 @@ async def train_planned(
 
     `base`: what the recorded job began with; `scores`: those of the trajectories; `permissions`: what it may name.
 
-    Raises RunFailedError.
+    Raises RunFailedError, and what the learner raises.
     """
     from transformers.utils.logging import disable_progress_bar
 
     from rollstream.learner.worker import Worker
 
     disable_progress_bar()
-    job = _submitted(begun, spec, base.version, await ends_now(log))
-    ended = RunEnded(run_id=begun.run_id, time_ms=begun.time_ms, cause="failed", message="the what-if was interrupted")
-    ends = await log.end_offsets("jobs")
-    await log.send(begun)
     worker = Worker(
         log,
         artifacts,
@@ -62,6 +60,10 @@ async def train_planned(
         model_groups=(spec.model_group,),
         permissions=permissions,
     )
+    job = _submitted(begun, spec, base.version, await ends_now(log))
+    ended = RunEnded(run_id=begun.run_id, time_ms=begun.time_ms, cause="failed", message="the what-if was interrupted")
+    ends = await log.end_offsets("jobs")
+    await log.send(begun)
     training: asyncio.Task[None] | None = None
     try:
         await log.send(_moved(base, begun, spec))  # a learner that sees the job sees what it begins with
@@ -71,17 +73,28 @@ async def train_planned(
         on_progress(f"training {sum(isinstance(event, BatchPlanned) for event in planned)} batches")
         training = asyncio.create_task(worker.run())
         closed = await _closed(log, spec.job_id, ends, training)
+        outcome = {"cause": "completed", "message": ""}
         if not isinstance(closed, JobSucceeded):
-            cause = closed.error if isinstance(closed, JobFailed) else "it was cancelled"
-            ended = ended.model_copy(update={"message": cause})
-            raise RunFailedError(f"what-if {begun.run_id}: {cause}")
-        ended = ended.model_copy(update={"cause": "completed", "message": ""})
+            outcome = {"message": closed.error if isinstance(closed, JobFailed) else "it was cancelled"}
+        ended = ended.model_copy(update=outcome)
+    except Exception as error:
+        reason = permissions.conceal(str(error)) or type(error).__name__
+        ended = ended.model_copy(update={"message": reason})
+        raise
     finally:
         if training is not None:
-            training.cancel()
-            with contextlib.suppress(asyncio.CancelledError, FencedError):
-                await training
+            await _stop(training)
         await log.send(ended)
+    if ended.cause == "failed":
+        raise RunFailedError(f"what-if {begun.run_id}: {ended.message}")
+
+
+async def _stop(training: "asyncio.Task[None]") -> None:
+    """End the learner; what it raises is raised by `_closed`, or comes too late to change the outcome."""
+    training.cancel()
+    await asyncio.wait({training})
+    if not training.cancelled() and (error := training.exception()) is not None:
+        logger.info("the learner ended with %s: %s", type(error).__name__, error)
 
 
 def _submitted(begun: RunStarted, spec: JobSpec, base_version: int, start_offsets: dict[str, int]) -> JobSubmitted:

@@ -262,10 +262,14 @@ class RunEnded(Event):
     """A run is over. The first one of a run counts."""
 
     TOPIC: ClassVar[str] = "groups"
+    UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "refused_at"})
     kind: Literal["run_ended"] = "run_ended"
     v: Literal[1] = 1
     cause: Literal["completed", "failed", "stopped", "abandoned"]
     message: str = ""
+    refused_at: int | None = added(None, ge=0)
+    """Offset in `groups` from which the run got no more tasks, because its dataset could not be read. None: it was not
+    ended for that reason, or the offset was not kept."""
 
     @property
     def event_id(self) -> str:

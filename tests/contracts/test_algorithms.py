@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rollstream.learner.algorithms import table
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Prepared, Row
@@ -14,6 +15,7 @@ from rollstream.schemas.algorithms import BUILT_IN
 from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradientSettings
 from rollstream.schemas.settings import NEWEST_REVISION
 from tests.contracts.algorithms import OTHERS, TAIL, Case, case_of, close
+from tests.rigs.default_type import default_type
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +126,16 @@ def test_mini_batches_are_optimizer_steps_and_equal_input_gives_equal_weights(ca
     _, result, weights = case.train(case.batch, mini_batches=2)
     assert result.num_optimizer_steps == 2
     assert weights == case.train(case.batch, mini_batches=2)[2] != case.train(case.batch)[2]
+
+
+def test_a_model_that_is_loaded_meanwhile_decides_no_bit(case: Case) -> None:
+    """Transformers replaces torch's default type in the whole process while another thread loads a bfloat16 model."""
+    odd: dict[str, Any] = {"k_positive": 2.1, "k_negative": 3.1, "lambda_positive": 3.1, "lambda_negative": 2.1}
+    changes = odd if case.settings.name == "vespo" else {}  # its own are numbers of bfloat16 too
+    _, alone, weights = case.train(case.batch, **changes)
+    _, beside, others = replace(case, around=lambda: default_type(torch.bfloat16)).train(case.batch, **changes)
+    assert weights == others
+    assert alone.metrics == beside.metrics
 
 
 def test_every_pass_over_a_batch_has_mini_batches_of_its_own(case: Case) -> None:

@@ -29,7 +29,7 @@ class Flaky:
 def test_an_outage_is_outlasted_and_each_try_is_logged(caplog):
     call = Flaky(StoreUnavailableError("away"), StoreUnavailableError("still away"))
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(retrying(call, "load a dataset", SHORT)) == "here"
+        assert asyncio.run(retrying(call, "load a dataset", Retry(60, 0.01, 0.02))) == "here"
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
         "load a dataset: away",
         "load a dataset: still away",

@@ -101,6 +101,45 @@ def test_a_damaged_copy_in_the_cache_is_fetched_again(tmp_path: Path) -> None:
     assert store.fetch(ref).read_bytes() == DATA
 
 
+def test_a_copy_goes_with_its_last_use(tmp_path: Path) -> None:
+    store = ArtifactStore(f"memory://{tmp_path.name}", cache=tmp_path)
+    ref = store.put_bytes(DATA)
+    copy = store.fetch(ref)
+    assert store.fetch(ref) == copy
+    store.drop_copy(ref)
+    assert copy.read_bytes() == DATA
+    store.drop_copy(ref)
+    assert not copy.exists()
+    store._filesystem.pipe_file(store.name_of(ref), b"damaged")
+    with pytest.raises(ArtifactError, match="wrong hash"):
+        store.fetch(ref)
+    store.put_bytes(DATA)
+    assert store.fetch(ref).read_bytes() == DATA
+    store.drop_copy(ref)
+    assert not copy.exists(), "a failed fetch counts as a use"
+
+
+def test_processes_have_caches_of_their_own_and_remove_those_of_killed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    base = tmp_path / f"rollstream-artifacts-{os.getuid()}"
+    store = ArtifactStore(f"memory://{tmp_path.name}")
+    ref = store.put_bytes(DATA)
+    copy = store.fetch(ref)
+    assert copy.is_relative_to(base / "0")
+    (base / "1" / "ab").mkdir(parents=True)  # of a process that was killed
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    other = ArtifactStore(store.uri).fetch(ref)
+    assert other.is_relative_to(base / "1")
+    assert not (base / "1" / "ab").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store.drop_copy(ref)
+    assert not copy.exists()
+    assert other.read_bytes() == DATA
+
+
 @pytest.mark.parametrize("suffix", [".\0", "." + "x" * 300, ".a.b.c", ". ", ".bin\n"])
 def test_a_name_that_no_store_gives_is_no_artifact(store: ArtifactStore, suffix: str) -> None:
     odd = ArtifactRef(uri=f"aa/{'a' * 64}{suffix}", sha256="a" * 64, size_bytes=1)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollstream.eventlog import codec
@@ -32,16 +32,17 @@ from rollstream.schemas.settings import ArtifactRef
 RUN = "run-1"
 JOB = f"{RUN}/rl"
 TERMS, VERSIONS = st.integers(0, 3), st.integers(0, 3)
-CLAIMS = st.builds(lambda term, learner: ("claimed", term, learner), st.integers(1, 3), st.sampled_from(["one", "two"]))
-PUBLISHED = st.builds(lambda term, version: ("published", term, version), TERMS, VERSIONS)
-TRAINED = st.builds(lambda term, version: ("trained", term, version), TERMS, VERSIONS)
+JOBS = st.sampled_from([JOB, f"{RUN}/next"])
+CLAIMS = st.tuples(st.just("claimed"), st.integers(1, 3), st.sampled_from(["one", "two"]), st.just(""))
+PUBLISHED = st.tuples(st.just("published"), TERMS, VERSIONS, JOBS)
+TRAINED = st.tuples(st.just("trained"), TERMS, VERSIONS, JOBS)
 HISTORY = st.lists(st.one_of(CLAIMS, PUBLISHED, PUBLISHED, TRAINED), max_size=25)
 
 
-def events_of(history: Sequence[tuple[str, int, Any]], model_group: str) -> list[Event]:
+def events_of(history: Sequence[tuple[str, int, Any, str]], model_group: str) -> list[Event]:
     """The history's events; their hashes tell which term and place they come from."""
     found: list[Event] = []
-    for offset, (kind, term, subject) in enumerate(history):
+    for offset, (kind, term, subject, job_id) in enumerate(history):
         sha256 = f"{offset:064x}"
         common = {"run_id": RUN, "time_ms": offset, "model_group": model_group, "term": term}
         if kind == "claimed":
@@ -50,33 +51,40 @@ def events_of(history: Sequence[tuple[str, int, Any]], model_group: str) -> list
             artifact = ArtifactRef(uri=f"file:///{sha256}", sha256=sha256, size_bytes=1)
             found.append(
                 WeightsPublished(
-                    **common, job_id=JOB, batch_id=None, version=subject, parent=None, weights_sha256=sha256,
+                    **common, job_id=job_id, batch_id=None, version=subject, parent=None, weights_sha256=sha256,
                     weights_format="full", base_model="tiny", artifact=artifact,
                 )
             )  # fmt: skip
         else:
             found.append(
                 StepTrained(
-                    **common, job_id=JOB, batch_id=f"{JOB}/{subject}", epoch=0, version=subject,
+                    **common, job_id=job_id, batch_id=f"{job_id}/{subject}", epoch=0, version=subject,
                     weights_sha256=sha256, num_optimizer_steps=1, metrics={},
                 )
             )  # fmt: skip
     return found
 
 
-def first_that_count(events: Sequence[Event]) -> tuple[dict[int, str], dict[int, str]]:
-    """Hash by version of published and of trained weights, by the rule's own words."""
+def first_that_count(events: Sequence[Event]) -> tuple[dict[int, str], dict[int, str], dict[str, dict[int, str]]]:
+    """Hash by version of published and of trained weights, by the rule's own words, and of those that a job trained."""
     published: dict[int, str] = {}
-    trained: dict[int, str] = {}
+    publishers: dict[int, str] = {}
+    of_jobs: dict[str, dict[int, str]] = {}
     highest = 0
     for event in events:
         if isinstance(event, LearnerClaimed):
             highest = max(highest, event.term)
         elif isinstance(event, WeightsPublished) and event.term >= highest:
             published.setdefault(event.version, event.weights_sha256)
+            publishers.setdefault(event.version, event.job_id)
         elif isinstance(event, StepTrained) and event.term >= highest:
-            trained.setdefault(event.version, event.weights_sha256)
-    return published, trained
+            of_jobs.setdefault(event.job_id, {}).setdefault(event.version, event.weights_sha256)
+    trained: dict[int, str] = {}
+    for version in {version for found in of_jobs.values() for version in found}:
+        own = of_jobs.get(publishers.get(version, ""), {}).get(version)
+        # hashes are offsets in hexadecimal, of equal length: the greatest is the last
+        trained[version] = own or max(found[version] for found in of_jobs.values() if version in found)
+    return published, trained, of_jobs
 
 
 def received_of(events: Sequence[Event]) -> list[Received]:
@@ -87,10 +95,10 @@ def received_of(events: Sequence[Event]) -> list[Received]:
 
 
 @given(HISTORY)
-def test_folds_agree_on_what_is_void(history: list[tuple[str, int, Any]]) -> None:
+def test_folds_agree_on_what_is_void(history: list[tuple[str, int, Any, str]]) -> None:
     model_group = ids.model_group(RUN, ids.MODEL_GROUP)
     events = events_of(history, model_group)
-    published, trained = first_that_count(events)
+    published, trained, of_jobs = first_that_count(events)
     of_learner, needs, progress = (
         learner_progress.LogState(),
         retention.WeightNeeds(),
@@ -111,12 +119,14 @@ def test_folds_agree_on_what_is_void(history: list[tuple[str, int, Any]]) -> Non
     assert shared.newest_version == max(published, default=-1)
     group = of_learner.group(model_group)
     assert {version: event.weights_sha256 for version, event in group.published.items()} == published
-    assert group.trained == trained
+    steps = {version: group.step_of(version) for version in group.steps}
+    assert {version: step.weights_sha256 for version, step in steps.items() if step is not None} == trained
     assert needs.group(model_group).published == set(published)
     assert progress.version == max(published, default=-1)
     assert (progress.weights and progress.weights.weights_sha256) == published.get(progress.version)
     newest = progress.job(JOB).trained
-    assert (newest and newest.weights_sha256) == (trained[max(trained)] if trained else None)
+    of_job = of_jobs.get(JOB, {})
+    assert (newest and newest.weights_sha256) == (of_job[max(of_job)] if of_job else None)
     followed = follower._group(model_group).newest
     assert (followed and followed.weights_sha256) == published.get(progress.version)
 
@@ -126,7 +136,8 @@ def test_the_tables_agree_with_the_folds(tmp_path: Path) -> None:
     num_histories = 0
 
     @given(HISTORY)
-    def agree(history: list[tuple[str, int, Any]]) -> None:
+    @example([("trained", 0, 0, JOB), ("trained", 0, 0, f"{RUN}/next")])
+    def agree(history: list[tuple[str, int, Any, str]]) -> None:
         nonlocal num_histories
         num_histories += 1
         model_group = f"{RUN}/group-{num_histories}"
@@ -136,7 +147,7 @@ def test_the_tables_agree_with_the_folds(tmp_path: Path) -> None:
             for table, row in rows_of(received):
                 rows.setdefault(table, []).append(row)
         database.write(rows, {TopicPartition("weights", 0): num_histories})
-        published, trained = first_that_count(events)
+        published, trained, _ = first_that_count(events)
         assert shown(database, "weight_versions", model_group) == published
         assert shown(database, "training_steps", model_group) == trained
 

@@ -44,7 +44,8 @@ async def cut(admin, before):
 
 async def make_again(log, admin):
     await admin.delete_topics([NAME])
-    await asyncio.sleep(1)
+    while NAME in await admin.list_topics():
+        await asyncio.sleep(0.1)
     await log.ensure_topics(num_partitions=2)
 
 

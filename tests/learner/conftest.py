@@ -111,12 +111,14 @@ class Lab:
         progress = [(p.version, p.percent) for p in await self.events("jobs", JobProgressed)]
         return steps, published, progress, [e.final_version for e in await self.events("jobs", JobSucceeded)]
 
-    async def submit(self, name: str = "rl", *, base_version: int = 0, **changes: Any) -> JobSubmitted:
+    async def submit(
+        self, name: str = "rl", *, base_version: int = 0, model_group: str = GROUP, **changes: Any
+    ) -> JobSubmitted:
         job = JobSubmitted(
             run_id=RUN,
             time_ms=1,
             job_id=ids.job_id(RUN, name),
-            model_group=GROUP,
+            model_group=model_group,
             base_version=base_version,
             settings=self.settings(**changes),
         )
@@ -228,10 +230,8 @@ class Lab:
         )
 
     def worker(self, name: str = "learner-0", log: Any = None, **changes: Any) -> Worker:
-        changes = {"permissions": self.permissions} | changes
-        return Worker(
-            log or self.log, self.artifacts, name=name, checkpoints=self.folder / "checkpoints", threads=1, **changes
-        )
+        changes = {"permissions": self.permissions, "threads": 1} | changes
+        return Worker(log or self.log, self.artifacts, name=name, checkpoints=self.folder / "checkpoints", **changes)
 
     async def received(self, topic: str) -> list[Received]:
         ends = await self.log.end_offsets(topic)

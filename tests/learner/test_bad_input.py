@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, OPTConfig, Qwen2Config
 
 from rollstream.eventlog import files
 from rollstream.eventlog.files import base_sha256
 from rollstream.learner.model.export import export_merged
+from rollstream.learner.model.loading import num_positions
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas import tokens
 from rollstream.schemas.algorithms import GrpoSettings, GspoSettings, MixSettings, SftSettings
@@ -25,7 +26,7 @@ from rollstream.schemas.events import (
     TrajectoryAssembled,
     WeightsPublished,
 )
-from rollstream.schemas.events.rollouts import TokenSequence
+from rollstream.schemas.events.rollouts import Completion, TokenSequence
 from rollstream.schemas.policy_gradient import OffPolicySettings
 from rollstream.schemas.settings import LoraSettings, ModelSettings
 from tests.learner.conftest import Lab
@@ -74,6 +75,91 @@ class TruncatedLab(ChangedLab):
     def changed(self, sequence: TokenSequence) -> TokenSequence:
         cut = tuple(part.model_copy(update={"finish_reason": "length"}) for part in sequence.completions)
         return sequence.model_copy(update={"completions": cut})
+
+
+class LongLab(ChangedLab):
+    """The trajectories have 30 tokens, more than a model of 16 positions can compute."""
+
+    def changed(self, sequence: TokenSequence) -> TokenSequence:
+        part = Completion(start=10, length=20, step_index=0)
+        return TokenSequence(
+            token_ids=tokens.encode_ids([number % 32 for number in range(30)]),
+            logprobs=tokens.encode_floats([-3.0] * 20),
+            completions=(part,),
+        )
+
+
+def test_a_row_longer_than_the_models_table_of_positions_fails_its_job_and_names_the_trajectory(tmp_path: Path) -> None:
+    """The model's dropout pads the rows of SFT, those of RL are a tree: its last token is not computed."""
+    config = GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+
+    async def scenario() -> None:
+        lab = LongLab(tmp_path, tmp_path / "model")
+        for kind, algorithm, num_tokens in (("sft", SftSettings(), 30), ("rl", GrpoSettings(), 29)):
+            await lab.plan(await lab.submit("bad", kind=kind, algorithm=algorithm, revision=10), 1)
+            await lab.work(lab.has(JobFailed))
+            (failed,) = await lab.events("jobs", JobFailed)
+            assert failed.error.startswith("trajectory run-1/bad/e00000/t00000/m0")
+            assert failed.error.endswith(
+                f"/agent, sequence 0 is computed from {num_tokens} tokens, more than the 16 positions of the model; "
+                "give a model with more positions, or shorter rollouts"
+            )
+            lab = LongLab(tmp_path / "rl", tmp_path / "model")
+        good = Lab(tmp_path / "good", tmp_path / "model")
+        await good.plan(await good.submit("good", revision=10), 1)
+        await good.work(good.has(JobSucceeded))
+
+    asyncio.run(scenario())
+
+
+class LongTruncatedLab(LongLab):
+    """The same, ended at the token limit."""
+
+    def changed(self, sequence: TokenSequence) -> TokenSequence:
+        made = super().changed(sequence)
+        cut = [part.model_copy(update={"finish_reason": "length"}) for part in made.completions]
+        return made.model_copy(update={"completions": tuple(cut)})
+
+
+def test_a_row_that_is_left_out_may_be_longer_than_the_models_table_of_positions(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+
+    async def scenario() -> None:
+        lab = LongTruncatedLab(tmp_path, tmp_path / "model")
+        await lab.plan(await lab.submit("bad", algorithm=GrpoSettings(mask_truncated=True), revision=10), 1)
+        await lab.work(lab.has(JobSucceeded))
+
+    asyncio.run(scenario())
+
+
+def test_a_row_longer_than_the_table_of_positions_of_a_scorer_fails_its_job(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+
+    async def scenario() -> None:
+        lab = LongLab(tmp_path, tmp_path / "model")
+        await lab.plan(await lab.submit("bad", algorithm=GrpoSettings(kl_coefficient=0.1), revision=10), 1)
+        await lab.work(lab.has(JobFailed))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert "/agent, sequence 0 is computed from 29 tokens, more than the 16 positions of the model" in failed.error
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GPT2Config(n_positions=16), 16),
+        (OPTConfig(max_position_embeddings=16), 16),
+        (GPTJConfig(n_positions=16), 16),
+        (Qwen2Config(), None),
+    ],
+)
+def test_the_positions_of_a_model_are_counted_where_they_are_a_table(config: Any, expected: int | None) -> None:
+    with torch.device("meta"):
+        assert num_positions(AutoModelForCausalLM.from_config(config)) == expected
 
 
 def test_a_kept_set_without_the_sampled_token_fails_its_job_and_names_the_trajectory(

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import Position, Received
-from rollstream.learner.collection import TOPICS
+from rollstream.eventlog.log import Position, Received, TopicPartition
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.learner.collection import TOPICS, NeedsReader
 from rollstream.learner.retention import WeightNeeds, due, evolve, removable, unfinished
+from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import FencedError, StoreUnavailableError
 from rollstream.schemas.events import (
     JobFailed,
+    JobProgressed,
     JobSubmitted,
     JobSucceeded,
     LearnerClaimed,
@@ -100,6 +103,29 @@ def test_what_is_due_of_a_model_group_is_found_without_a_look_at_what_others_hav
     assert Counted.num_walks == 0
 
 
+def test_records_that_retention_removes_before_they_are_fetched_are_passed_over():
+    class Shrinking(MemoryLog):
+        async def fetch(self, positions: Iterable[Position]) -> Any:
+            self.truncate(TopicPartition("weights", 0), 3)
+            return await super().fetch(positions)
+
+    async def main() -> None:
+        log = Shrinking(num_partitions=1)
+        for event in [job(), *published(*range(5))]:
+            await log.send(event)
+        reader = NeedsReader(log)
+        await reader.read_on()
+        assert {stored.version for stored in reader.needs.stored.values()} == {3, 4}
+        log.truncate(TopicPartition("weights", 0), 5)
+        await log.send(published(5)[0])
+        log.truncate(TopicPartition("weights", 0), 6)
+        await log.send(published(6)[0])
+        await reader.read_on()
+        assert {stored.version for stored in reader.needs.stored.values()} == {3, 4, 6}
+
+    asyncio.run(main())
+
+
 FORK = job(group="f/policy", fork=ForkPoint(run_id="r", version=2))
 CASES: dict[str, tuple[list[Event], list[int]]] = {
     "the last two and the base stay": ([job(), *published(*range(6))], [1, 2, 3]),
@@ -141,6 +167,16 @@ def test_what_checkpoints_stand_at_and_runs_in_doubt_stay() -> None:
     assert [stored.version for stored in due(needs, GROUP, {1, 3})] == [2]
     needs.doubtful.add("r")
     assert due(needs, GROUP, ()) == []
+
+
+def test_without_determinism_versions_since_the_newest_checkpoint_stay_while_the_run_goes_on() -> None:
+    settings = JobSettings(kind="rl", model=ModelSettings(path="m", deterministic=False), keep_last=2, keep_every=100)
+    jobs = [job(), job(3).model_copy(update={"settings": settings})]
+    needs = needs_of([*jobs, *published(*range(10))])
+    assert [stored.version for stored in due(needs, GROUP, {2, 5})] == [1, 4]
+    assert due(needs, GROUP, ()) == []
+    needs = needs_of([*jobs, *published(*range(10)), RunEnded(run_id="r", time_ms=9, cause="completed")])
+    assert [stored.version for stored in removable(needs, {GROUP: {2, 5}})] == [1, 4, 6, 7]
 
 
 def test_the_last_collection_is_finished_but_for_what_was_needed_meanwhile() -> None:
@@ -309,5 +345,30 @@ def test_a_restart_that_trains_again_brings_nothing_back(lab: Any) -> None:
         await lab.plan(job, 2, first=3, previous=codec.content_digest(first[-1]))
         await lab.work(lab.has(JobSucceeded))
         assert kept(lab, await lab.events("weights", WeightsPublished)) == [0, 5]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_without_determinism_versions_that_a_restart_trains_again_to_other_bits_are_there(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        model = ModelSettings(path=str(lab.model), device="cpu", deterministic=False)
+        job = await lab.submit(num_versions=8, checkpoint_every=5, keep_last=1, model=model)
+        first = await lab.plan(job, 4, seal=False)
+        await lab.work(lab.has(JobProgressed, count=4))
+        train = JobTrainer.train
+
+        def to_other_bits(trainer: JobTrainer, *given: Any, **options: Any) -> Any:
+            result = train(trainer, *given, **options)
+            trainer.model.load_weights({n: tensor * 1.0001 for n, tensor in trainer.model.published().items()})
+            return result
+
+        monkeypatch.setattr(JobTrainer, "train", to_other_bits)
+        await lab.plan(job, 4, first=4, previous=codec.content_digest(first[-1]))
+        await lab.work(lab.has(JobSucceeded))
+        assert await lab.events("jobs", JobFailed) == []
+        assert kept(lab, await lab.events("weights", WeightsPublished)) == [0, 8]
 
     asyncio.run(scenario())

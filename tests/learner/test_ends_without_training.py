@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.learner.untrained import EMPTY, NOTHING_SUBMITTED
+from rollstream.learner.untrained import EMPTY, NOTHING_SUBMITTED, Untrained
 from rollstream.schemas.events import JobFailed, JobSubmitted, JobSucceeded, SubmissionReceived, TrajectoryRejected
 from rollstream.schemas.events.training import RejectionCause
 
@@ -42,6 +42,21 @@ def test_a_job_that_trained_nothing_fails_with_the_causes(lab: Any) -> None:
     asyncio.run(scenario())
 
 
+def test_trajectories_of_a_frozen_group_are_a_cause_only_where_there_is_no_other(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        found = Untrained(job.job_id)
+        for event in rejected(job, "frozen", 3):
+            found.take(event)
+        assert (found.is_curriculum_alone, found.counts) == (False, "3 trajectories rejected: frozen")
+        for event in rejected(job, "zero_variance", 1):
+            found.take(event)
+        assert (found.is_curriculum_alone, found.counts) == (False, "1 trajectory rejected: zero_variance")
+        assert found.reason.endswith("raise num_generations or the temperature, or change the reward")
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("cause", ["no_trajectories", "nothing_submitted", None])
 def test_a_job_that_was_given_nothing_fails(lab: Any, cause: str | None) -> None:
     async def scenario() -> None:
@@ -53,10 +68,14 @@ def test_a_job_that_was_given_nothing_fails(lab: Any, cause: str | None) -> None
     asyncio.run(scenario())
 
 
-def test_a_job_that_the_curriculum_alone_left_nothing_succeeds_with_its_base_version(lab: Any) -> None:
+@pytest.mark.parametrize("beside", ["validation", "frozen", None])
+def test_a_job_that_the_curriculum_alone_left_nothing_succeeds_with_its_base_version(
+    lab: Any, beside: RejectionCause | None
+) -> None:
     async def scenario() -> None:
         job = await lab.submit()
         await lab.log.send_all([submitted_nothing(job, {"curriculum": 1}), *rejected(job, "curriculum", 2)])
+        await lab.log.send_all(rejected(job, beside, 2) if beside else [])
         await lab.seal(job, 0)
         await lab.work(lab.has(JobSucceeded))
         assert (await lab.events("jobs", JobSucceeded))[0].final_version == 0

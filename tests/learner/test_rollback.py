@@ -1,6 +1,7 @@
 """A rollback: a manifest without members, whose version has the weights and the optimizer state of an earlier one."""
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rollstream.eventlog import codec
 from rollstream.learner.checkpoint import CheckpointFolder
 from rollstream.learner.progress import Manifest
 from rollstream.learner.retrain import RecordedJob, Retraining
+from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas import ids
 from rollstream.schemas.events import (
     BatchPlanned,
@@ -20,9 +22,10 @@ from rollstream.schemas.events import (
     WeightsCollected,
     WeightsPublished,
 )
-from rollstream.schemas.settings import OptimizerSettings
+from rollstream.schemas.settings import ModelSettings, OptimizerSettings
 from tests.learner.conftest import GROUP, RUN
 from tests.learner.test_restart import Crash, Fuse, fused_worker
+from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 LINEAR = OptimizerSettings(learning_rate=1e-2, schedule="linear")
 
@@ -216,6 +219,58 @@ def test_training_again_from_any_version_gives_the_same_steps(lab: Any, first: i
         ]
         assert len(compared) == 7 - began
         assert all(before == after for before, after in compared)
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_begins_with_the_weights_of_the_models_folder_trains_again_to_the_same_bits(lab: Any) -> None:
+    """They are published as bfloat16, and trained as the float32 that is loaded from the folder."""
+
+    async def scenario() -> None:
+        model = ModelSettings(path=str(lab.model), device="cpu", dtype="bfloat16")
+        await plan(lab, await lab.submit("first", model=model, num_versions=2), {1: 0}, 2)
+        await lab.work(lab.has(JobSucceeded))
+        second = await lab.submit("second", base_version=2, model=model, num_versions=1)
+        await lab.plan(second, 1)
+        await lab.work(lab.has(JobSucceeded, count=2))
+        published = await lab.events("weights", WeightsPublished)
+        assert published[2].weights_sha256 == published[0].weights_sha256
+        steps = {version: step for version, step in (await steps_of(lab)).items() if step.job_id == second.job_id}
+        await assert_retrained(lab, second, steps, first=3)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("adoptions", "every"), [({4: 2}, 3), ({2: 1, 7: 5}, 6)], ids=["planned", "passed"])
+def test_without_determinism_a_rollback_finds_the_weights_that_its_way_needs(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, adoptions: dict[int, int], every: int
+) -> None:
+    """The way back from the base version is trained to other bits, also of versions that are collected by then."""
+    train, noise = JobTrainer.train, itertools.count(1)
+
+    def to_other_bits(trainer: JobTrainer, *given: Any, **options: Any) -> Any:
+        result = train(trainer, *given, **options)
+        factor = 1 + next(noise) * 1e-4
+        trainer.model.load_weights({name: tensor * factor for name, tensor in trainer.model.published().items()})
+        return result
+
+    monkeypatch.setattr(JobTrainer, "train", to_other_bits)
+
+    async def scenario() -> None:
+        model = ModelSettings(path=str(lab.model), device="cpu", deterministic=False)
+        how = {"keep_last": 1, "keep_every": 100, "checkpoint_every": every}
+        count = max(adoptions) + 1
+        job = await lab.submit(num_versions=count + 1, model=model, **how)
+        await plan(lab, job, adoptions, count)
+
+        async def is_over() -> bool:
+            return bool(await lab.events("jobs", JobSucceeded) or await lab.events("jobs", JobFailed))
+
+        await lab.work(is_over)
+        assert await lab.events("jobs", JobFailed) == []
+        found = await hashes(lab)
+        assert [found[index + 1] for index in adoptions] == [found[version] for version in adoptions.values()]
+        assert await lab.events("weights", WeightsCollected)
 
     asyncio.run(scenario())
 

@@ -1,15 +1,19 @@
 """A coherent run made of events: an SFT job and an RL job, with failures, rejections and all that metrics show."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.metrics.projection.database import Database
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.metrics.projection.database import Database, connect
+from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas import events, ids, tokens
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.events.rollouts import Completion, LLMCall, TokenSequence, VersionSpan
@@ -253,6 +257,19 @@ class SyntheticRun:
 @pytest.fixture
 def synthetic() -> SyntheticRun:
     return SyntheticRun()
+
+
+def answers(tmp_path: Path, found: list[Event], *queries: str) -> list[list[Any]]:
+    """Rows that the queries find once the events are in a metrics file."""
+
+    async def scenario() -> list[list[Any]]:
+        log, file = MemoryLog(num_partitions=2), empty_file(tmp_path)
+        await log.send_all(found)
+        await project_to_end(log, file)
+        with connect(file, read_only=True) as connection:
+            return [connection.execute(query).fetchall() for query in queries]
+
+    return asyncio.run(scenario())
 
 
 def empty_file(folder: Path) -> Path:

@@ -77,14 +77,16 @@ def test_small_polls_read_no_record_of_a_file_twice(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("folder", ["export", "e[1]", "e*", "offset=7"])
 def test_every_record_of_a_run_comes_back_at_its_place_and_no_other(
-    tmp_path: Path, new_run: Any, store: ArtifactStore
+    tmp_path: Path, new_run: Any, store: ArtifactStore, folder: str
 ) -> None:
     log = log_of(new_run("one"), new_run("two"), new_run("three"))
-    export(log, "two", tmp_path / "export", store)
+    export(log, "one", tmp_path / "e1", store)
+    export(log, "two", tmp_path / folder, store)
 
     async def compare() -> None:
-        async with open_export(tmp_path / "export") as (exported, _):
+        async with open_export(tmp_path / folder) as (exported, _):
             for topic in set(TOPICS) - {"steps"}:
                 records = await records_of(log, topic)
                 wanted = [record for record in records if ids.run_of((record.key or b"").decode()) == "two"]
@@ -246,6 +248,19 @@ def test_base_weights_are_kept_and_all_weights_when_asked_for(
     assert [artifact.what for artifact in manifest.artifacts] == [
         "dataset", "weights one/policy v0", "weights one/policy v1", "weights one/policy v2", "weights one/policy v3",
     ]  # fmt: skip
+
+
+def test_a_base_version_that_adopts_an_earlier_one_is_kept(tmp_path: Path, new_run: Any, store: ArtifactStore) -> None:
+    run = new_run("one")
+    found: list[Event] = list(run.all_events(ended=False))
+    adopted = next(one for one in found if isinstance(one, events.WeightsPublished) and one.version == 2)
+    found.append(adopted.model_copy(update={"version": 4, "parent": 3, "adopts": 2, "time_ms": run.tick()}))
+    run.version = 4
+    found += map(run.stored, run.job("late", "rl", 1))
+    log = MemoryLog(num_partitions=2)
+    asyncio.run(log.send_all(found))
+    kept = [artifact.what for artifact in export(log, "one", tmp_path / "export", store).artifacts]
+    assert kept == ["dataset", "weights one/policy v0", "weights one/policy v1", "weights one/policy v4"]
 
 
 def weights_ref(run: Any, version: int) -> ArtifactRef:

@@ -1,6 +1,8 @@
 """State of a partition of steps for its new owner: open groups, what they lack, and where reading continues."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,11 +12,13 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.log import Position, Received, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.processors.assemble import fold as assembly
+from rollstream.producers import partition_owner
+from rollstream.producers.partition_owner import PartitionOwner
 from rollstream.producers.run_ends import CommitMetadata
 from rollstream.producers.takeover import PartitionState, evolve, fold, recover
 from rollstream.schemas import ids
 from rollstream.schemas.errors import TruncatedError
-from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, Tick
+from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, RolloutStarted, Tick
 from rollstream.schemas.events.rollouts import RolloutEvent
 from tests.producers import worker_rig as r
 
@@ -274,5 +278,74 @@ def test_an_owner_knows_which_rollouts_have_begun_and_which_are_over_also_after_
             rollouts[1].go_on.set()
             await r.wait_until(lambda: known(heir, again) == (True, True))
             assert not heir.worker.may_have_begun(ids.rollout_id(r.task(9).group_id, 0, 0))
+
+    asyncio.run(main())
+
+
+def test_a_settled_task_that_is_sent_again_behind_an_open_one_is_not_run_by_the_next_owner():
+    async def seen(log, kind, count):
+        return len(await r.steps(log, kind)) >= count
+
+    async def main():
+        log, settled, open_task = MemoryLog(num_partitions=1), r.task(0), r.task(1)
+        first = r.Process(log)
+        await log.send(settled)
+        await r.wait_until(lambda: seen(log, RolloutEnded, 2))
+        await asyncio.sleep(0.1)  # it is committed
+        first.rollouts.hangs = {(0, 0), (1, 0)}
+        await log.send(open_task)
+        await r.wait_until(lambda: seen(log, RolloutStarted, 4))
+        await log.send(settled)
+        await asyncio.sleep(0.1)
+        await first.kill()
+        async with r.Process(log, rollouts=(rollouts := r.Rollouts()), name="producer-2"):
+            await r.wait_until(lambda: seen(log, RolloutEnded, 4))
+            await asyncio.sleep(0.1)
+        assert {call[0] for call in rollouts.calls} == {open_task.group_id}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_what_a_repeated_task_has_written_is_not_passed_before_the_task_ahead_of_the_repeat(monkeypatch, is_settled):
+    runs: dict[str, Any] = {}
+    producer: Any = SimpleNamespace(log=None, runs=None, name="p")
+    writer: Any = SimpleNamespace(partition=0, floor=lambda: 200, clock=lambda: 0)
+
+    class Run:
+        """Runs until it is told to end; its group begins at the task's number."""
+
+        def __init__(self, producer, writer, foreign, task, state):
+            self.task, self.state, self.end = task, state, asyncio.Event()
+            runs[task.group_id] = self
+
+        async def run(self):
+            self.state = SimpleNamespace(first_offset=100 + self.task.index)
+            await self.end.wait()
+
+    async def main():
+        monkeypatch.setattr(partition_owner, "GroupExecution", Run)
+        owner = PartitionOwner(
+            producer,
+            writer,
+            PartitionState(),
+            tasks=range(0),
+            num_partitions=1,
+            spawn=asyncio.ensure_future,
+            ended_runs=(),
+            on_progress=lambda: None,
+        )
+        settled, ahead = r.task(0), r.task(1)
+        owner._request(0, settled)
+        owner._request(1, ahead)
+        if not is_settled:
+            owner._request(2, settled)
+        await asyncio.sleep(0)
+        runs[settled.group_id].end.set()
+        await asyncio.sleep(0.01)
+        if is_settled:
+            owner._request(2, settled)
+        assert owner.commit_point() == (1, 100)
+        await owner.release()
 
     asyncio.run(main())

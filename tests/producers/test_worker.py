@@ -289,8 +289,11 @@ def test_a_group_past_its_deadline_is_given_up():
         log = MemoryLog(num_partitions=1)
         rollouts = r.Rollouts()
         rollouts.hangs = {(0, 0)}
-        async with r.Process(log, rollouts=rollouts):
+        now = [0.0]
+        async with r.Process(log, rollouts=rollouts, monotonic=lambda: now[0]):
             await log.send(r.task(group_timeout_s=0.1))
+            await r.wait_until(lambda: _has(log, RolloutEnded, 1))
+            now[0] += 1.0
             await r.wait_until(lambda: r.all_settled(log, 1))
         (failed,) = await r.steps(log, RolloutFailed)
         (group,) = await r.steps(log, GroupStarted)
@@ -305,13 +308,14 @@ def test_ticks_are_written_only_while_a_group_is_open():
         log = MemoryLog(num_partitions=1)
         rollouts = r.Rollouts()
         rollouts.hangs = {(0, 0)}
-        async with r.Process(log, rollouts=rollouts):
+        async with r.Process(log, rollouts=rollouts) as process:
             await asyncio.sleep(3 * r.TICK_S)
             assert await r.steps(log) == []
             await log.send(r.task())
             await r.wait_until(lambda: _has(log, Tick, 2))
             rollouts.go_on.set()
             await r.wait_until(lambda: r.all_settled(log, 1))
+            await r.wait_until(lambda: _committed(process, 1))
             num_ticks = len(await r.steps(log, Tick))
             await asyncio.sleep(3 * r.TICK_S)
             assert len(await r.steps(log, Tick)) == num_ticks

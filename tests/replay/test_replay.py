@@ -8,6 +8,7 @@ import pytest
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.replay import assembly
 from rollstream.replay.report import first_field
 from rollstream.replay.source import read_run
@@ -17,6 +18,8 @@ from rollstream.schemas.events import GroupClosed, RunEnded, WeightsPublished
 from tests.rigs.runs import replay_rig
 from tests.rigs.runs.recorded_run import EPOCHS, JOB
 from tests.rigs.runs.replay_rig import only_difference, trained, verified
+from tests.rigs.steps_rig import RUN as STEPS_RUN
+from tests.rigs.steps_rig import attempt, started, tick
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +286,21 @@ def test_ranges_cover_the_groups_of_each_partition_and_know_their_dead_letters(r
     assert (first.partition, second.partition) == (0, 1)
     assert first.first == second.first == 0
     assert (first.dead, second.dead) == (frozenset(), frozenset({4}))
+
+
+@pytest.mark.parametrize(("dead", "is_found"), [((), True), ((0,), True), ((4,), False), ((6,), True)])
+def test_only_a_dead_letter_within_a_group_excuses_an_attempt_without_a_start(dead, is_found):
+    _, *others = attempt()
+    log = MemoryLog(num_partitions=1)
+
+    async def go():
+        for event in [tick(0), started(size=1), *others, tick(1), tick(2)]:
+            await log.send(event, partition=0)
+        return await assembly.fold(log, assembly.Range(STEPS_RUN, 0, 0, 8, frozenset(dead)))
+
+    folded = asyncio.run(go())
+    missing = [what for what, *_ in folded.differences]
+    assert missing == ([f"rollout_started:{others[0].rollout_id}"] if is_found else [])
 
 
 def test_the_first_field_that_differs_is_named_and_times_are_none():

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Normaliser, PerToken, Prepared
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, recorded_log_ratio
 from rollstream.schemas.algorithms import KtoSettings
 from rollstream.schemas.errors import RunFailedError
 
@@ -64,7 +64,8 @@ class Kto(Algorithm):
 
 
 def reference_point(batch: BatchView) -> float:
-    """z: the mean over sequences of log q - log p of the reference, q the policy that sampled; 0 at least.
+    """z: the mean over sequences of log q - log p of the reference, q the policy that sampled; 0 at least. The
+    log-ratio of each token is bounded, see `recorded_log_ratio`.
 
     The samples are the policy's own, so it estimates KL(q || reference) without the mismatched answers that the paper
     has for the answers of others. Raises RunFailedError for a job whose reference is not recorded.
@@ -76,5 +77,6 @@ def reference_point(batch: BatchView) -> float:
                 "kto with reference_point sampled needs recorded scores, which jobs have since revision 6; "
                 "submit a new job"
             )
-        found.append(float((row.logprobs - row.scores["reference"])[row.mask].sum(dtype=np.float64)))
+        log_ratio = recorded_log_ratio(row.logprobs, row.scores["reference"], batch.revision)
+        found.append(float(log_ratio[row.mask].sum(dtype=np.float64)))
     return max(0.0, sum(found) / len(found)) if found else 0.0

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rollstream.learner.algorithms.advantages import EPSILON
 from rollstream.learner.algorithms.base import BatchView, Prepared, Row
 from rollstream.learner.algorithms.builtin.grpo import Clipped
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, recorded_log_ratio
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.policy_gradient import ClippedSettings, ReinforcePpSettings
 from rollstream.schemas.settings import CORRECTED_SINCE
@@ -29,7 +29,7 @@ class ReinforcePp(Clipped):
         own = "group_mean" if settings.advantage == "reinforce_pp_baseline" else "none"
         prepared = super().prepare(batch, settings.model_copy(update={"advantage": own}))
         values = [
-            given - settings.kl_coefficient * _kl_ahead(row)
+            given - settings.kl_coefficient * _kl_ahead(row, batch.revision)
             for row, given in zip(batch.rows, prepared.advantages, strict=True)
         ]
         counted = [row.mask for row in batch.rows]
@@ -49,11 +49,12 @@ class ReinforcePp(Clipped):
         return super().loss(tokens._replace(reference_N=None), settings)
 
 
-def _kl_ahead(row: Row) -> NDArray[np.float64]:
-    """(T,): log q - log p of the reference, summed over a token and those after it."""
+def _kl_ahead(row: Row, revision: int) -> NDArray[np.float64]:
+    """(T,): log q - log p of the reference, each bounded, summed over a token and those after it."""
     if "reference" not in row.scores:
         raise RunFailedError(
             "a KL penalty in the rewards needs recorded scores, which jobs have since revision 6; submit a new job"
         )
-    log_ratio = np.where(row.mask, row.logprobs - row.scores["reference"], 0.0).astype(np.float64)
+    recorded = recorded_log_ratio(row.logprobs, row.scores["reference"], revision)
+    log_ratio = np.where(row.mask, recorded, 0.0).astype(np.float64)
     return np.cumsum(log_ratio[::-1])[::-1]

@@ -22,9 +22,8 @@ class Sapo(PolicyGradient):
         gate g, 1 at r = 1, and fades on both sides.
         """
         ratio_N = log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp()
-        temperature_N = torch.where(
-            tokens.advantages_N > 0, settings.temperature_positive, settings.temperature_negative
-        )
+        temperature_N = torch.full_like(ratio_N, settings.temperature_negative)
+        temperature_N = temperature_N.masked_fill(tokens.advantages_N > 0, settings.temperature_positive)
         gate_N = torch.sigmoid(temperature_N * (ratio_N - 1))
         losses_N = -gate_N * 4 / temperature_N * tokens.advantages_N
         losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)

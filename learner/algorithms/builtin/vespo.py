@@ -28,8 +28,9 @@ class Vespo(PolicyGradient):
             ratios_N = (tokens.logprobs_N - tokens.behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             log_w_N = tokens.to_tokens(tokens.by_row(ratios_N).clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
             is_positive_N = tokens.advantages_N >= 0
-            k_N = torch.where(is_positive_N, settings.k_positive, settings.k_negative)
-            lambda_N = torch.where(is_positive_N, settings.lambda_positive, settings.lambda_negative)
+            k_N = torch.full_like(log_w_N, settings.k_negative).masked_fill(is_positive_N, settings.k_positive)
+            lambda_N = torch.full_like(log_w_N, settings.lambda_negative)
+            lambda_N = lambda_N.masked_fill(is_positive_N, settings.lambda_positive)
             weight_N = (k_N * log_w_N + lambda_N * (1 - log_w_N.exp())).exp()
         losses_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
         losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)

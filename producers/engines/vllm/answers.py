@@ -8,11 +8,16 @@ from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, shown
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
 from rollstream.producers.engines.vllm.asking import AnsweredTokens, TooFewToldError
 from rollstream.producers.engines.vllm.version_files import Version
+from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events.rollouts import VersionSpan
 
 
 class LostVersionError(Exception):
     """The server answers, but not with the version that it was given: it was restarted, or somebody else changed it."""
+
+
+class RefusedVersionError(ModelError):
+    """The server is healthy, and answered each of several tries to load a version with an error."""
 
 
 class NamedVersions:
@@ -76,7 +81,7 @@ def reading(http: HttpServer, choice: Any, *, remedy: str = "") -> Iterator[None
         yield
     except TooFewToldError:
         raise
-    except (LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise http.error(
             f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}{remedy}"
         ) from error

@@ -53,8 +53,8 @@ def nums_told(request: GenerationRequest, base: BaseModel) -> tuple[int, ...]:
 
 
 def max_bytes_of(request: GenerationRequest, num_told: int) -> int:
-    """Bytes of the largest answer."""
-    return MAX_ANSWER_BYTES + TOLD_BYTES * num_told * request.sampling.max_new_tokens
+    """Bytes of the largest answer: each token has an entry of its own, and one for each of `num_told` ids."""
+    return MAX_ANSWER_BYTES + TOLD_BYTES * (num_told + 1) * request.sampling.max_new_tokens
 
 
 class TooFewToldError(ValueError):

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rollstream.producers.engines.model_cache import Shape, check_folder, load_tokenizer, named_unreadable
 from rollstream.schemas.errors import ModelError
+from rollstream.schemas.settings import MODEL_LOADING
 from rollstream.schemas.variables import one_line
 
 
@@ -43,7 +44,7 @@ def read_base_model(path: str) -> BaseModel:
     tokenizer = load_tokenizer(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        with torch.device("meta"):
+        with MODEL_LOADING, torch.device("meta"):
             module: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"model {path} cannot be read: {one_line(error)}; restore its files") from error

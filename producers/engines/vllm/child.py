@@ -102,8 +102,10 @@ class Child:
         self._restarts = Restarts()
         self._start_at = 0.0
         self._has_option = True
-        self.started_at = 0.0
+        self._started_at = 0.0
         """Monotonic seconds."""
+        self._has_served = False
+        """Whether it was of use since it was started."""
         self.port = 0
         self._pid = 0
 
@@ -116,6 +118,12 @@ class Child:
     def is_running(self) -> bool:
         """Whether the process lives."""
         return self._guard is not None and self._guard.poll() is None
+
+    @property
+    def must_answer(self) -> bool:
+        """Whether it lives and no longer has the excuse that it starts: it has served, or had `start_timeout_s` to."""
+        is_late = time.monotonic() - self._started_at > self._settings.start_timeout_s
+        return self.is_running and (self._has_served or is_late)
 
     def start_if_due(self) -> bool:
         """Start it if it does not run and it is time to; returns whether it was started.
@@ -134,6 +142,7 @@ class Child:
     def served(self) -> None:
         """It is of use: what it ended of before no longer counts."""
         self._restarts.reset()
+        self._has_served = True
 
     async def stop(self) -> None:
         """End it, whether it runs or not."""
@@ -178,7 +187,7 @@ class Child:
         assert self._guard.stdout is not None
         with self._guard.stdout as output:
             self._pid = int(output.readline() or 0)
-        self.started_at = time.monotonic()
+        self._started_at, self._has_served = time.monotonic(), False
 
     def command(self) -> list[str]:
         """The command that starts it on `port`."""

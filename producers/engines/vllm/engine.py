@@ -5,6 +5,7 @@ Full weights are replaced in place while requests stand still; the server tells 
 """
 
 import asyncio
+import itertools
 import os
 import tempfile
 from collections import Counter
@@ -55,6 +56,7 @@ class VllmEngine:
         """Locks by model group, as long as a load or unload of it holds or awaits them."""
         self._loading: Counter[Served] = Counter()
         """Versions that are being loaded."""
+        self._log_numbers = itertools.count(1)
         self._calls: set[asyncio.Task[Generation]] = set()
         self._slots = asyncio.Semaphore(settings.max_concurrent)
         self._is_closed = False
@@ -135,24 +137,11 @@ class VllmEngine:
                 client=self._own_client().id,
                 max_lora_rank=self._settings.max_lora_rank,
             )
-            served = _served(published)
-            self._loading[served] += 1
             try:
-                await self._pool(published, base).take(version)
-            except BaseException:
-                self._past.append(version)
+                await self._take(version)
+            except ModelError:
+                await self._remove_files()
                 raise
-            else:
-                before = self._held.get(group)
-                self._held[group] = version
-            finally:
-                self._loading -= Counter((served,))
-                await self._close_unused(served)
-            if before is not None:
-                if _served(before.published) != _served(published):
-                    await self._leave(before)
-                if before.name != version.name:
-                    self._past.append(before)
             await self._remove_files()
 
     async def unload(self, model_group: str) -> None:
@@ -162,6 +151,27 @@ class VllmEngine:
             if held is not None:
                 await self._leave(held)
                 self._past.append(held)
+
+    async def _take(self, version: Version) -> None:
+        """Let the servers of its base model take a version over, in place of the one before it."""
+        published, served = version.published, _served(version.published)
+        self._loading[served] += 1
+        try:
+            await self._pool(published, version.base).take(version)
+        except BaseException:
+            self._past.append(version)
+            raise
+        else:
+            before = self._held.get(published.model_group)
+            self._held[published.model_group] = version
+        finally:
+            self._loading -= Counter((served,))
+            await self._close_unused(served)
+        if before is not None:
+            if _served(before.published) != served:
+                await self._leave(before)
+            if before.name != version.name:
+                self._past.append(before)
 
     async def _generate(self, request: GenerationRequest, pool: Pool) -> Generation:
         async with self._slots:
@@ -193,7 +203,7 @@ class VllmEngine:
             )
         sums = WeightSums() if settings.check_weights and not is_lora else None
         servers = [(self._server(url.rstrip("/"), sums), None) for url in settings.base_urls]
-        log = self._folder / "logs" / f"server-{len(self._pools) + 1}.log"
+        log = self._folder / "logs" / f"server-{next(self._log_numbers)}.log"
         child = Child(settings, base.path, is_lora=is_lora, log=log)
         started = [] if servers else [(self._server("a server", sums), child)]
         pool = Pool(base, [*servers, *started], settings, is_lora=is_lora)

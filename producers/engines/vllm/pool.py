@@ -11,13 +11,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from rollstream.eventlog.http.http_json import TryAgainError, UnreachableError
 from rollstream.producers.engines.base import Generation, GenerationRequest, max_new_tokens_of
-from rollstream.producers.engines.vllm.answers import LostVersionError
+from rollstream.producers.engines.vllm.answers import LostVersionError, RefusedVersionError
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.child import Child
 from rollstream.producers.engines.vllm.open_calls import LeftError
@@ -26,7 +26,7 @@ from rollstream.producers.engines.vllm.streamed import GivenTokens
 from rollstream.producers.engines.vllm.version_files import Version, restore
 from rollstream.producers.engines.vllm.vllm_server import Server
 from rollstream.schemas import ids
-from rollstream.schemas.errors import ModelError
+from rollstream.schemas.errors import ModelError, describe
 from rollstream.schemas.services import VllmSettings
 
 MAX_TRIES = 8
@@ -63,7 +63,7 @@ class Pool:
     def start(self) -> None:
         """Begin to look after the servers."""
         loops = (self._keep, self._watch, *((self._unload_unused,) if self.is_lora else ()))
-        self._tasks = [asyncio.create_task(loop(member)) for member in self._members for loop in loops]
+        self._tasks = [asyncio.create_task(self._repeat(loop, member)) for member in self._members for loop in loops]
 
     async def close(self) -> None:
         """Stop servers that we started; take our versions from the others. Requests in progress fail."""
@@ -139,12 +139,12 @@ class Pool:
             try:
                 answer = await server.generate(request, version, max_new_tokens, given)
             except LeftError as error:
-                last = error
+                last = server.http.error(str(error))
             except (UnreachableError, LostVersionError) as error:
-                last = error
+                last = server.http.error(str(error))
                 await self._leave(member, error)
             except TryAgainError as error:
-                last = error
+                last = server.http.error(str(error))
                 tried.add(member)
                 await self._fail(member, error)
             else:
@@ -216,6 +216,17 @@ class Pool:
         found = choose(self._members, version, ids.group_of(request.rollout_id), tried, time.monotonic())
         return None if found is None else (found, version)
 
+    async def _repeat(self, loop: Callable[[PoolMember], Awaitable[None]], member: PoolMember) -> None:
+        """Run a loop again after an error that it does not know: without it, its server would not be used again."""
+        while True:
+            try:
+                await loop(member)
+            except Exception as error:
+                logger.exception("server %s: looking after it failed", member.server.http.url)
+                failure = f"cannot be looked after: {describe(error)}; report it with the log of the producers"
+                await self._refuse(member, member.server.http.error(failure))
+            await asyncio.sleep(self._settings.health_interval_s)
+
     async def _keep(self, member: PoolMember) -> None:
         """Reach it and give it what it lacks. `_watch` asks its health meanwhile: a load may take minutes."""
         while True:
@@ -242,32 +253,30 @@ class Pool:
         async with server.until_down.until_ended():
             while (version := self._wanted.lacking(member)) is not None:
                 await self._give(member, version)
-                self._admit(member)
+                self._wanted.admit(server)
                 await self._notify()
-        self._admit(member)
+        self._wanted.admit(server)
         self._fatal = None
         server.unused.set()
         await self._notify()
 
     async def _connect(self, member: PoolMember) -> None:
+        """Reach it, and find out what it can do. A process of ours that should answer and does not is ended: nobody
+        else looks at a server that is down.
+        """
         server, child = member.server, member.child
         async with server.changing():
             server.forget()
             try:
                 await server.connect(self.base, is_lora=self.is_lora, is_joined=child is None)
             except TryAgainError as error:
+                if child is not None and child.must_answer and not error.is_busy:
+                    await member.stop_process()
                 server.requests.end(str(error))
                 raise
             server.state, server.reason = "pending_weights", "has proven no version yet"
         if child is not None:
             child.served()
-
-    def _admit(self, member: PoolMember) -> None:
-        """It serves if it has proven all that is wanted."""
-        server = member.server
-        if server.state == "pending_weights" and self._wanted.are_proven(server):
-            server.state = "ready"
-            logger.info("server %s is ready: %s", server.http.url, ", ".join(server.versions))
 
     async def _watch(self, member: PoolMember) -> None:
         """Ask its health, also while it loads a version."""
@@ -282,9 +291,7 @@ class Pool:
             except LeftError:
                 continue
             except TryAgainError as error:
-                async with member.process:
-                    if member.child is not None and member.child.is_running:
-                        await member.child.stop()  # it lives, and its workers do not
+                await member.stop_process()
                 await self._leave(member, error)
                 server.requests.end(str(error))
             except LostVersionError as error:
@@ -312,11 +319,13 @@ class Pool:
         except (TryAgainError, LostVersionError, ModelError) as error:
             is_coming = version is self._wanted.coming
             if is_coming:
-                self._wanted.refusals[member] = error
-            if not isinstance(error, ModelError) or not (is_coming or version.is_lora):
-                raise
-            if not version.is_lora:
+                named = TryAgainError(str(server.http.error(str(error))))
+                self._wanted.refusals[member] = error if isinstance(error, ModelError) else named
+            is_unfit = isinstance(error, ModelError) and (is_coming or isinstance(error, RefusedVersionError))
+            if not version.is_lora and is_unfit:
                 raise TryAgainError(str(error)) from error
+            if not version.is_lora or not isinstance(error, ModelError):
+                raise
             if not is_coming:
                 raise LostVersionError(str(error)) from error  # the next version may be one that it can have
         finally:
@@ -347,8 +356,8 @@ class Pool:
         """It has failed a request: it rests as long as it asks for, and its workers are asked whether they live."""
         server = member.server
         server.rests_until = max(server.rests_until, time.monotonic() + error.after_s)
-        if error.status is not None and error.status < 500:
-            return  # it refused one that it has no room for
+        if error.is_busy:
+            return
         server.num_failed += 1
         if server.num_failed >= MAX_FAILED:
             await self._leave(member, error)

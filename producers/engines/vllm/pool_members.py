@@ -4,6 +4,7 @@ request goes to.
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from rollstream.schemas.errors import ModelError
 
 IMBALANCE = 8
 """Requests that a group's own server may have more than the least busy one before others of the group go there."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +34,12 @@ class PoolMember:
     """Set when it has failed a request, so that its health is checked."""
     process: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while its process is started or stopped."""
+
+    async def stop_process(self) -> None:
+        """End its process, if we started it and it lives: it does not answer, or its workers do not."""
+        async with self.process:
+            if self.child is not None and self.child.is_running:
+                await self.child.stop()
 
     def serves(self, version: Version) -> bool:
         """Whether requests may be sent to it. Adapters serve beside one that it still lacks."""
@@ -89,9 +98,11 @@ class WantedVersions:
             needed = {group: coming, **{name: one for name, one in needed.items() if name != group}}
         return next((one for one in needed.values() if not member.server.has(one)), None)
 
-    def are_proven(self, server: Server) -> bool:
-        """Whether it has all of them."""
-        return bool(self.by_group) and all(map(server.has, self.by_group.values()))
+    def admit(self, server: Server) -> None:
+        """It serves if it has proven all of them."""
+        if server.state == "pending_weights" and self.by_group and all(map(server.has, self.by_group.values())):
+            server.state = "ready"
+            logger.info("server %s is ready: %s", server.http.url, ", ".join(server.versions))
 
 
 def choose(

@@ -5,9 +5,18 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, UnreachableError, shown
+from rollstream.eventlog.http.http_json import (
+    HttpAnswer,
+    HttpServer,
+    Limit,
+    TryAgainError,
+    UnreachableError,
+    decoded,
+    shown,
+)
+from rollstream.producers.engines.vllm.answers import RefusedVersionError
 from rollstream.producers.engines.vllm.asking import NO_LOGPROB
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.server_config import (
@@ -20,13 +29,15 @@ from rollstream.producers.engines.vllm.server_config import (
 )
 from rollstream.producers.engines.vllm.streamed import streams
 
+PAUSE, IS_PAUSED = "/pause", "/is_paused"
+WORKERS = "/collective_rpc"
 ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-FULL = frozenset(
-    {"/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info"}
-)
-IS_PAUSED = "/is_paused"
+FULL = frozenset({PAUSE, "/resume", WORKERS, "/reset_prefix_cache", "/update_weight_version", "/weight_info"})
 GENERATE = "/inference/v1/generate"
 WEIGHT_CHECKER = "/weight_checker"
+LOAD_TRIES = 3
+LOAD_PAUSE_S = 1.0
+"""Seconds before the second try to load a version, a quarter of those before the third: memory may be short then."""
 RESET_TRIES = 20
 RESUME_TRIES = 5
 POLL_S = 0.05
@@ -34,6 +45,8 @@ NUM_TOP = 5
 """Number of the likeliest ids that a probe of log-probabilities requests: the most that OpenAI's API allows."""
 TOLERANCE = 1e-4
 """Tolerance of log-probabilities, in nats."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -54,31 +67,62 @@ class ServerCalls:
 
     def __init__(self, http: HttpServer, *, health_timeout_s: float) -> None:
         self.http = http
-        self.health_timeout_s = health_timeout_s
+        self.health_limit = Limit(health_timeout_s, "health_timeout_s")
         self._has_warned = False
 
-    async def get(self, path: str) -> Any:
-        """JSON of a 2xx answer. Raises TryAgainError, ModelError."""
-        answered = await self.http.sent("GET", path, timeout_s=self.health_timeout_s)
-        return self.http.parsed(self.http.checked(answered))
+    async def get(self, path: str, read: Callable[[Any], T]) -> T:
+        """Part of the JSON of a 2xx answer that `read` takes. Raises TryAgainError, ModelError."""
+        answered = await self.http.sent("GET", path, limit=self.health_limit)
+        return read_from(path, read_from(path, self.http.checked(answered), decoded), read)
 
-    async def post(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
-        """JSON of a 2xx answer, {} of an empty one. `timeout_s`: None: as long as a request may take."""
-        answered = self.http.checked(await self.http.sent("POST", path, body, timeout_s=timeout_s))
-        return self.http.parsed(answered) if answered else {}
+    async def post(self, path: str, body: dict[str, Any] | None = None, *, limit: Limit | None = None) -> Any:
+        """JSON of a 2xx answer, {} of an empty one. `limit`: None: that of a request."""
+        answered = self.http.checked(await self.http.sent("POST", path, body, limit=limit))
+        return read_from(path, answered, decoded) if answered else {}
 
     async def check_health(self) -> None:
         """Raises TryAgainError, ModelError unless the server answers; its workers are not asked."""
-        self.http.checked(await self.http.sent("GET", "/health", timeout_s=self.health_timeout_s))
+        self.http.checked(await self.http.sent("GET", "/health", limit=self.health_limit))
+
+    async def check_workers(self, paths: frozenset[str]) -> None:
+        """Let the workers do nothing, if the server offers that; else only the server is asked.
+
+        Raises TryAgainError, ModelError.
+        """
+        if WORKERS in paths:
+            await self.post(WORKERS, {"method": "check_health"}, limit=self.health_limit)
+        else:
+            await self.check_health()
+
+    async def load(self, path: str, body: dict[str, Any], name: str, *, limit: Limit) -> HttpAnswer:
+        """Answer to the request to load a version: a 2xx, or a 4xx.
+
+        vLLM answers 500 to nearly all that it cannot load, and goes on: only its health tells that from a failure of
+        the server. Raises RefusedVersionError after several of these, TryAgainError, ModelError.
+        """
+        num_tries = 0
+        while True:
+            answered = await self.http.sent("POST", path, body, limit=limit)
+            if answered.status > 500:
+                self.http.checked(answered)
+            if answered.status != 500:
+                return answered
+            await self.check_health()
+            num_tries += 1
+            if num_tries == LOAD_TRIES:
+                fault = f"did not load {name} in {num_tries} tries: it answered 500 {shown(answered.body)}"
+                raise RefusedVersionError(str(self.http.error(f"{fault}; look into its log")))
+            await asyncio.sleep(LOAD_PAUSE_S * 4 ** (num_tries - 1))
 
     async def label(self) -> str:
         """Label of the full weights that it has."""
-        return str((await self.get("/weight_info"))["weight_version"])
+        return await self.get("/weight_info", lambda found: str(found["weight_version"]))
 
     async def reset_prefix_cache(self) -> None:
         """Drop what was computed of the weights before. Raises TryAgainError, ModelError."""
+        path = "/reset_prefix_cache?reset_running_requests=true"
         for _ in range(RESET_TRIES):
-            if (await self.post("/reset_prefix_cache?reset_running_requests=true")).get("success", True):
+            if read_from(path, await self.post(path), lambda found: found.get("success", True)):
                 return
             await asyncio.sleep(POLL_S)
         raise self.http.error("does not drop its prefix cache, which holds the weights before; restart it")
@@ -90,7 +134,7 @@ class ServerCalls:
         """
         for left in reversed(range(RESUME_TRIES)):
             try:
-                await self.post("/resume", timeout_s=self.health_timeout_s)
+                await self.post("/resume", limit=self.health_limit)
             except TryAgainError as error:
                 if not left or isinstance(error, UnreachableError) or is_down():
                     raise  # who reaches it again resumes it
@@ -110,15 +154,20 @@ class ServerCalls:
 
     async def adapters(self) -> dict[str, str]:
         """Folder by name."""
-        return {one["id"]: str(one.get("root")) for one in (await self.get("/v1/models"))["data"] if one.get("parent")}
+        return {one["id"]: str(one.get("root")) for one in await self._cards() if one.get("parent")}
+
+    async def _cards(self) -> list[Mapping[str, Any]]:
+        """Descriptions of its models, each with an `id`."""
+        return await self.get("/v1/models", lambda found: [{"id": str(one["id"]), **one} for one in found["data"]])
 
     async def probe(self, base: BaseModel, *, is_lora: bool) -> Probed:
         """Ask what it can do, and let it go on if it stands still.
 
         Raises TryAgainError while it does not answer, ModelError if it cannot be used.
         """
-        operations: Mapping[str, Any] = (await self.get("/openapi.json"))["paths"]
-        paths = frozenset(operations)
+        paths, sends_events = await self.get(
+            "/openapi.json", lambda found: (frozenset(found["paths"]), streams(found["paths"].get(GENERATE)))
+        )
         lacking = (ADAPTERS if is_lora else FULL) - paths
         if lacking:
             remedy = (
@@ -127,9 +176,7 @@ class ServerCalls:
                 else "start it with VLLM_SERVER_DEV_MODE=1, where only the producers reach it"
             )
             raise self.http.error(f"does not offer {', '.join(sorted(lacking))}; {remedy}")
-        cards: list[Mapping[str, Any]] = [
-            one for one in (await self.get("/v1/models"))["data"] if not one.get("parent")
-        ]
+        cards = [one for one in await self._cards() if not one.get("parent")]
         if base.path not in [one.get("root") for one in cards]:
             served = ", ".join(str(one.get("root")) for one in cards) or "no model"
             raise self.http.error(f"serves {served}; the run's base model is {base.path}: start it with that path")
@@ -138,14 +185,16 @@ class ServerCalls:
             raise self.http.error(f"calls its model {card['id']}; leave --served-model-name out")
         await self._check_replicas(paths)
         await self._resume_paused(paths)
-        await self._check_logprobs(base)
-        return Probed(paths, card.get("max_model_len"), streams=streams(operations.get(GENERATE)))
+        await self.check_workers(paths)
+        await self._check_logprobs(base, may_be_paused=PAUSE in paths and IS_PAUSED not in paths)
+        max_length = card.get("max_model_len")
+        return Probed(paths, max_length if isinstance(max_length, int) else None, streams=sends_events)
 
     async def check_config(self, probed: Probed, *, max_loras: int | None) -> Probed:
         """Check how a server that we did not start was started. Raises ModelError if it cannot be used."""
         config: Mapping[str, Any] | str = f"it does not offer {SERVER_INFO}"
         if SERVER_INFO in probed.paths:
-            config = await read_config(self.http, timeout_s=self.health_timeout_s)
+            config = await read_config(self.http, limit=self.health_limit)
         if isinstance(config, str):
             if not self._has_warned:
                 logger.warning(
@@ -165,20 +214,24 @@ class ServerCalls:
         """Resume a server that was paused for a reload by a process that was killed before the end. The server's label
         shows that its weights are not to be used.
         """
-        if IS_PAUSED in paths and (await self.get(IS_PAUSED))["is_paused"]:
-            await self.post("/resume", timeout_s=self.health_timeout_s)
+        if IS_PAUSED in paths and await self.get(IS_PAUSED, lambda found: bool(found["is_paused"])):
+            await self.post("/resume", limit=self.health_limit)
 
     async def _check_replicas(self, paths: frozenset[str]) -> None:
         if "/get_world_size" not in paths:
             return
         every, one = [
-            (await self.get(f"/get_world_size?include_dp={flag}"))["world_size"] for flag in ("true", "false")
+            await self.get(f"/get_world_size?include_dp={flag}", lambda found: int(found["world_size"]))
+            for flag in ("true", "false")
         ]
         if every != one:
-            raise self.http.error(replicas_error(every // one))
+            raise self.http.error(replicas_error(every // max(1, one)))
 
-    async def _check_logprobs(self, base: BaseModel) -> None:
+    async def _check_logprobs(self, base: BaseModel, *, may_be_paused: bool) -> None:
         """Refuse log-probabilities of the distribution before sampling's limits.
+
+        The look waits in the server's queue behind everyone's requests, so it may take as long as one of them.
+        `may_be_paused`: it may stand still, and nothing tells: then it is not waited for longer than for its health.
 
         top_k=1 leaves the ids of the largest logit, one or several equal ones: each has probability 1 / their number,
         and every other id has 0.
@@ -191,12 +244,28 @@ class ServerCalls:
             "top_k": 1,
             "return_tokens_as_token_ids": True,  # two ids can have one text
         }
-        found = await self.post("/v1/completions", body, timeout_s=self.health_timeout_s)
-        logprobs = found["choices"][0]["logprobs"]
-        (logprob,) = logprobs["token_logprobs"]
-        top = next(iter(logprobs.get("top_logprobs") or ()), None) or {"": logprob}
-        if not is_limited_to_largest(logprob, list(top.values())):
+        path = "/v1/completions"
+        found = await self.post(path, body, limit=self.health_limit if may_be_paused else None)
+        if not is_limited_to_largest(*read_from(path, found, _first_logprobs)):
             raise self.http.error(RAW_LOGPROBS)
+
+
+def read_from(path: str, found: Any, read: Callable[[Any], T]) -> T:
+    """Part of an answer that `read` takes. Raises TryAgainError for one of another form: a proxy, or a server that
+    starts, can answer 200 in vLLM's place.
+    """
+    try:
+        return read(found)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise TryAgainError(f"gave an answer of another form than vLLM's to {path}: {shown(found)}") from error
+
+
+def _first_logprobs(found: Any) -> tuple[float, list[float]]:
+    """Log-probability of the one token of a completion, and those of its likeliest ids."""
+    logprobs = found["choices"][0]["logprobs"]
+    (logprob,) = logprobs["token_logprobs"]
+    top = next(iter(logprobs.get("top_logprobs") or ()), None) or {"": logprob}
+    return float(logprob), [float(one) for one in top.values()]
 
 
 def is_limited_to_largest(logprob: float, top: Sequence[float]) -> bool:

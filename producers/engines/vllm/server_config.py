@@ -5,7 +5,7 @@ wrong results are refused.
 from collections.abc import Mapping
 from typing import Any
 
-from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, UnreachableError, shown
+from rollstream.eventlog.http.http_json import HttpServer, Limit, TryAgainError, UnreachableError, shown
 from rollstream.schemas.errors import ModelError
 
 SERVER_INFO = "/server_info"
@@ -23,10 +23,10 @@ def replicas_error(count: int) -> str:
     )
 
 
-async def read_config(http: HttpServer, *, timeout_s: float) -> Mapping[str, Any] | str:
+async def read_config(http: HttpServer, *, limit: Limit) -> Mapping[str, Any] | str:
     """Its configuration, or why it does not give it. Raises UnreachableError."""
     try:
-        answered = await http.sent("GET", f"{SERVER_INFO}?config_format=json", timeout_s=timeout_s)
+        answered = await http.sent("GET", f"{SERVER_INFO}?config_format=json", limit=limit)
         if not 200 <= answered.status < 300:
             return f"{SERVER_INFO} answered {answered.status} {shown(answered.body)}"
         config = http.parsed(answered.body)["vllm_config"]

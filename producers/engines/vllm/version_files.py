@@ -3,7 +3,6 @@
 What vLLM drops or misreads in silence is refused here, in one line.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,15 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rollstream.eventlog.files import beside
+from rollstream.eventlog.files import beside, named_beside, own_number
 from rollstream.producers.engines.model_cache import Shape, check_fit
 from rollstream.producers.engines.vllm.base_model import BaseModel, shapes_in
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 
 MAX_NAME = 100
-MAX_CLIENTS = 256
-"""Processes that may write below one folder."""
 _ODD = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -47,7 +44,7 @@ class Client:
     def remove_leftovers(self) -> None:
         """Remove the files of a process before that was killed. No server is asked for their names any more."""
         for one in self._folder.iterdir():
-            if self.owns(one.name):
+            if self.owns(named_beside(one.name)):
                 shutil.rmtree(one, ignore_errors=True)
 
     def close(self) -> None:
@@ -57,20 +54,13 @@ class Client:
 
 def _locked(folder: Path) -> tuple[int, IO[str]]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for number in range(MAX_CLIENTS):
-            lock = (folder / f".client-{number}.lock").open("a")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-            else:
-                return number, lock
+        return own_number(folder, ".client-{}.lock")
+    except BlockingIOError as error:
+        raise ModelError(f"folder {folder} is {error.strerror}; give some of them another engine.folder") from error
     except OSError as error:
         raise ModelError(
             f"folder {folder} cannot be written to: {error}; make room there, or set engine.folder"
         ) from error
-    raise ModelError(f"folder {folder} is in use by {MAX_CLIENTS} processes; give some of them another engine.folder")
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
-from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, shown
+from rollstream.eventlog.http.http_json import HttpServer, Limit, TryAgainError, shown
 from rollstream.producers.engines.base import Generation, GenerationRequest
 from rollstream.producers.engines.vllm.answers import LostVersionError, NamedVersions, generation_of, reading, spans_of
 from rollstream.producers.engines.vllm.asking import (
@@ -20,7 +20,7 @@ from rollstream.producers.engines.vllm.asking import (
 )
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.open_calls import Gate, LeftError, OpenCalls, finished, loaded_in_time
-from rollstream.producers.engines.vllm.probing import GENERATE, WEIGHT_CHECKER, Probed, ServerCalls
+from rollstream.producers.engines.vllm.probing import GENERATE, WEIGHT_CHECKER, WORKERS, Probed, ServerCalls
 from rollstream.producers.engines.vllm.streamed import EVENT_BYTES, GivenTokens, StreamedAnswer
 from rollstream.producers.engines.vllm.version_files import Client, Version
 from rollstream.producers.engines.vllm.weight_sums import WeightSums
@@ -77,6 +77,7 @@ class Server:
         self._client = client
         self._max_loras = max_loras
         self._load_timeout_s = load_timeout_s
+        self._load_limit = Limit(2 * load_timeout_s, "load_timeout_s")
         self._sums = sums
         self._changed = asyncio.Event()
         """Set when an adapter was unloaded, the state changed, or other versions are wanted."""
@@ -155,11 +156,7 @@ class Server:
             await self._calls.check_health()
             return
         async with self.changing():
-            if "/collective_rpc" in self._probed.paths:
-                timeout_s = self._calls.health_timeout_s
-                await self._calls.post("/collective_rpc", {"method": "check_health"}, timeout_s=timeout_s)
-            else:
-                await self._calls.check_health()
+            await self._calls.check_workers(self._probed.paths)
             await self.prove()
 
     async def prove(self) -> None:
@@ -205,8 +202,8 @@ class Server:
     async def drop_adapter(self, name: str) -> None:
         """Unload a name that no request uses. Raises ModelError, TryAgainError."""
         self.versions.pop(name, None)
-        body, timeout_s = {"lora_name": name}, self._calls.health_timeout_s
-        answered = await self.http.sent("POST", "/v1/unload_lora_adapter", body, timeout_s=timeout_s)
+        body, limit = {"lora_name": name}, self._calls.health_limit
+        answered = await self.http.sent("POST", "/v1/unload_lora_adapter", body, limit=limit)
         if answered.status != 404:
             self.http.checked(answered)
         self.names.pop(name, None)
@@ -229,10 +226,10 @@ class Server:
 
     async def _reload_paused(self, version: Version) -> None:
         mode = "keep" if GENERATE in self._probed.paths else "wait"  # only the former tells which tokens are whose
-        timeout_s = self._calls.health_timeout_s if mode == "keep" else None
+        limit = self._calls.health_limit if mode == "keep" else None
         is_cancelled = False
         try:
-            await self._calls.post(f"/pause?mode={mode}", timeout_s=timeout_s)
+            await self._calls.post(f"/pause?mode={mode}", limit=limit)
             self._hold(version)
             async with loaded_in_time(version.name, self._load_timeout_s):
                 await self._replace(version)
@@ -246,7 +243,7 @@ class Server:
     async def _replace(self, version: Version) -> None:
         await self._calls.post("/update_weight_version", {"new_version": f"{version.name}{LOADING}"})
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(version.folder)}}
-        await self._calls.post("/collective_rpc", body, timeout_s=2 * self._load_timeout_s)
+        self.http.checked(await self._calls.load(WORKERS, body, version.name, limit=self._load_limit))
         await self._calls.reset_prefix_cache()
         if differing := await self._differing(version):
             raise self.http.error(
@@ -383,9 +380,7 @@ class Server:
         if most is not None and rank > most:
             raise self.http.error(f"takes adapters up to rank {most}; start it with --max-lora-rank {rank} or more")
         body = {"lora_name": version.name, "lora_path": str(version.folder)}
-        answered = await self.http.sent("POST", "/v1/load_lora_adapter", body, timeout_s=2 * self._load_timeout_s)
-        if answered.status >= 500:
-            self.http.checked(answered)
+        answered = await self._calls.load("/v1/load_lora_adapter", body, version.name, limit=self._load_limit)
         roots = await self._calls.adapters()
         if version.name in roots:
             self.names[version.name] = None

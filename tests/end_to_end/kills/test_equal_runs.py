@@ -8,7 +8,7 @@ import pytest
 
 from tests.end_to_end.killing import child, wait_versions
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 EPOCHS = 10
 RUN_ID = "made-again"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.end_to_end.killing import child
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 EPOCHS, TASKS, ENOUGH, MORE = 12, 4, 4, 2
 GAME = """

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from rollstream.eventlog.kafka.log import KafkaLog
-from rollstream.harness.services.workspace import Workspace, broker_of
+from rollstream.harness.services.sole_use import sole_name
+from rollstream.harness.services.workspace import Workspace, broker_of, embedded_broker
 from rollstream.schemas import ids
 from rollstream.schemas.events import RolloutFailed, WeightsPublished
 from rollstream.schemas.kafka import KafkaSettings
@@ -124,9 +125,9 @@ def test_a_run_is_locked_interrupted_resumed_and_stopped(command: Command) -> No
         message = "KeyError: 'colour' (game.py, line 3, in play)"
         fail_a_rollout(command.workspace, run_id, message)
         command.wait_for(f"/m0/a0 failed: environment_error: {message}", first)
-        second = command.run("finetune", "--config_file", str(command.config))
-        assert second.returncode == 1
-        assert second.stderr.startswith(f"error: workspace {command.workspace} is in use by finetune mine")
+        collected = command.run("gc")
+        assert collected.returncode == 1
+        assert collected.stderr.startswith(f"error: workspace {command.workspace} is in use by finetune mine")
         listed = command.run("runs")
         assert run_id in listed.stdout
         assert "open" in listed.stdout
@@ -160,7 +161,31 @@ def test_a_run_is_locked_interrupted_resumed_and_stopped(command: Command) -> No
         first.wait()
 
 
-def test_a_run_is_not_resumed_with_other_settings(command: Command) -> None:
+def test_two_runs_share_external_services_but_a_run_has_one_process(command: Command) -> None:
+    first = command.start("--name", "mine")
+    try:
+        run_id = "mine-" + command.wait_for("run mine-", first).split("run mine-")[1].split()[0]
+        command.wait_for("waiting for a learner", first)
+        other = Command(command.folder / "other", command.config)
+        other.workspace = command.workspace
+        other.folder.mkdir()
+        second = other.start("--name", "beside", "-o", "finetuning.output_dir", str(other.folder / "output"))
+        try:
+            other.wait_for("waiting for a learner", second)
+            again = command.run("finetune", "--config_file", str(command.config), "--resume", run_id)
+            assert again.returncode == 1
+            assert again.stderr.startswith(f"error: run {run_id} is conducted by another process; stop it ")
+        finally:
+            second.send_signal(signal.SIGTERM)
+            assert second.wait(60) == 143, other.output()
+        assert first.poll() is None, command.output()
+    finally:
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == 143
+
+
+def interrupted(command: Command) -> str:
+    """Id of a run that was stopped while it waited for services."""
     first = command.start("--name", "mine")
     try:
         run_id = "mine-" + command.wait_for("run mine-", first).split("run mine-")[1].split()[0]
@@ -168,6 +193,47 @@ def test_a_run_is_not_resumed_with_other_settings(command: Command) -> None:
     finally:
         first.send_signal(signal.SIGTERM)
         assert first.wait(60) == 143
+    return run_id
+
+
+@pytest.mark.slow
+def test_served_services_are_noticed(
+    command: Command, written: dict[str, Any], write: Callable[[dict[str, Any]], Path]
+) -> None:
+    """A managed run would be in their groups or have their names, and to gc their learner may be about to publish."""
+    run_id = interrupted(command)
+    written["trajectory_builders"]["b"] |= {"services": "managed", "environment_config": {}}
+    managed = ("finetune", "--config_file", str(write(written)))
+
+    async def with_a_learner() -> None:
+        async with sole_name(command.workspace, "learner-1"):
+            done = await asyncio.to_thread(command.run, *managed)
+        assert done.returncode == 1
+        assert f"another process named learner-1 serves workspace {command.workspace}" in done.stderr
+
+    async def with_producers(kafka: KafkaSettings) -> None:
+        async with KafkaLog(kafka, client_id="served-1") as log:
+            group = kafka.group("producers")
+            member = await log.group_reader(group, ["tasks"])
+            running = asyncio.create_task(asyncio.to_thread(command.run, *managed))
+            while not running.done():
+                await member.poll(timeout_s=0.1)
+            await member.close()
+            done = running.result()
+        assert done.returncode == 1
+        assert f"consumer group {group} is in use by other services (served-1 at " in done.stderr
+
+    with embedded_broker(Workspace(command.workspace)) as (kafka, _):
+        collected = command.run("gc")
+        assert collected.returncode == 1
+        assert f"run {run_id} is open on {kafka.bootstrap_servers} and its learner may be " in collected.stderr
+        asyncio.run(with_a_learner())
+        asyncio.run(with_producers(kafka))
+    assert command.run("gc").returncode == 0
+
+
+def test_a_run_is_not_resumed_with_other_settings(command: Command) -> None:
+    run_id = interrupted(command)
     arguments = ("finetune", "--config_file", str(command.config), "--resume")
     other = command.run(*arguments, run_id, "-o", "finetuning.num_epochs", "7")
     assert other.returncode == 1

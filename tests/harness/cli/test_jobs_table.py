@@ -1,10 +1,11 @@
-"""The table of jobs: one line a job, with its state as the log says it."""
+"""The tables of jobs and engines: one line a job, with its state as the log says it, or a model group of an engine."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rollstream.harness.cli.status import engines_table
 from rollstream.harness.cli.terminal import jobs_table, runs_table
 from rollstream.harness.runs.progress import Progress, evolve
 from rollstream.schemas.base import Event
@@ -17,6 +18,7 @@ from rollstream.schemas.events import (
     JobSucceeded,
     RunEnded,
     StepTrained,
+    WeightsLoaded,
 )
 from rollstream.schemas.events.training import ForkPoint
 
@@ -81,3 +83,19 @@ def test_a_skipped_job_has_a_line_of_its_own_with_the_version_that_stays(script:
 def test_a_log_without_jobs_says_so(script: SimpleNamespace) -> None:
     assert jobs_table([]) == "no jobs yet"
     assert jobs_table([evolve(Progress("run-1"), script.run_started())]) == "no jobs yet"
+
+
+def test_the_table_of_engines_has_a_line_for_each_model_group(script: SimpleNamespace) -> None:
+    progress = Progress("run-1")
+    for group, version in (("policy", 1), ("verifiers", 3)):
+        published = script.published(version, "run-1/rl").model_copy(update={"model_group": f"run-1/{group}"})
+        loaded = WeightsLoaded(
+            run_id="run-1", time_ms=9, model_group=f"run-1/{group}", version=version - 1, engine="producers-1"
+        )
+        for event in (published, loaded):
+            progress = evolve(progress, event)
+    lines = [line.split() for line in engines_table([progress]).splitlines()]
+    assert lines[0] == ["run", "model_group", "engine", "version", "newest"]
+    assert lines[1:] == [["run-1", "policy", "producers-1", "0", "1"], ["run-1", "verifiers", "producers-1", "2", "3"]]
+    ended = evolve(progress, RunEnded(run_id="run-1", time_ms=10, cause="completed"))
+    assert engines_table([ended]) == ""

@@ -1,6 +1,7 @@
 """Rare cases of runs by components: repeated writes, and seals during a takeover."""
 
 import asyncio
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,24 @@ import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.harness.components import epochs
+from rollstream.harness.components.adapter import RollstreamTrainerAdapter
+from rollstream.harness.components.builder import RollstreamTrajectoryBuilder
 from rollstream.harness.components.interfaces import Trainer
 from rollstream.harness.components.submission import submitted_groups
+from rollstream.harness.components.trainer import RollstreamTrainer
+from rollstream.harness.config.components import (
+    RollstreamTrainerAdapterConfig,
+    RollstreamTrainerConfig,
+    RollstreamTrajectoryBuilderConfig,
+)
 from rollstream.harness.recorded.tasks import MAX_INLINE_BYTES
 from rollstream.harness.runs.run_handle import opened
 from rollstream.schemas.errors import ConfigError, LogError
-from rollstream.schemas.events import BatchPlanned, EpochSealed, SubmissionReceived, TrajectoryRejected
+from rollstream.schemas.events import BatchPlanned, EpochSealed, SubmissionReceived, TaskRequested, TrajectoryRejected
 from rollstream.schemas.finetuning import (
     DPOItem,
+    FinetuneConfig,
+    FinetuneRunConfig,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
@@ -24,6 +35,7 @@ from rollstream.schemas.finetuning import (
     Trajectory,
     TrajectoryCollection,
 )
+from rollstream.schemas.settings import ModelSettings
 from tests.rigs.remote_outage import RemoteFileSystem
 from tests.rigs.runs.epochwise_rig import (
     Choosy,
@@ -277,3 +289,72 @@ def test_what_another_trainer_leaves_out_is_its_curriculums_only_where_that_left
         assert Counter(one.cause for one in rejected if one.cause != "zero_variance") == expected
 
     asyncio.run(scenario())
+
+
+def test_validation_reads_the_columns_that_the_runs_dataset_names_and_ignores_its_filter(tmp_path: Path) -> None:
+    run = {"validation_dataset": str(tmp_path / "named.jsonl"), "validation_interval": 1}
+    written = configuration(tmp_path, num_epochs=1, run_configuration=run)
+    rows = [{"uid": f"{number}-x", "ask": "guess", "secret": number} for number in range(2)]
+    (tmp_path / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = written["eval"]["general"]["dataset"]
+    section |= {
+        "id_key": "uid",
+        "structure": {"question_key": "ask"},
+        "filter": {"denylist": {"field": {"uid": ["*-x"]}}},
+    }
+    trained = [{"uid": str(number), "ask": "guess", "secret": number} for number in range(2)]
+    Path(section["file_path"]).write_text("".join(json.dumps(row) + "\n" for row in trained))
+
+    async def scenario() -> None:
+        rig = EpochwiseRig(tmp_path, written)
+        await conducted(rig)
+        tasks = [task for task in await rig.events("tasks", TaskRequested) if task.purpose == "validation"]
+        assert sorted((task.example_id, task.inputs["question"]) for task in tasks) == [
+            ("0-x", "guess"),
+            ("1-x", "guess"),
+        ]
+
+    asyncio.run(scenario())
+    (row,) = json.loads((tmp_path / "output" / "validation_history.json").read_text())
+    assert row["num_examples"] == 2
+
+
+def test_only_an_unknown_error_of_a_validation_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    errors: list[Exception] = [ConfigError("line 3 has no key 'id'"), KeyError("score")]
+
+    class Failing(RollstreamTrajectoryBuilder):
+        async def run_eval(self) -> Any:
+            raise errors.pop(0)
+
+    async def scenario() -> None:
+        trainer = RollstreamTrainer(RollstreamTrainerConfig())
+        builder = Failing(RollstreamTrajectoryBuilderConfig())
+        await trainer.bind_components(
+            builder, RollstreamTrainerAdapter(RollstreamTrainerAdapterConfig(model=ModelSettings(path="m")))
+        )
+        trainer.run_config = FinetuneConfig(run_configuration=FinetuneRunConfig(validation_dataset="v.json"))
+        for epoch in range(2):
+            await trainer.run_validation_evaluation(epoch, "run-1")
+
+    asyncio.run(scenario())
+    assert [record.exc_info is None for record in caplog.records] == [True, False]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_metrics_of_a_trainer_are_logged_and_their_failure_does_not_fail_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    class Measured(OtherTrainer):
+        async def get_metrics(self, run_id: str) -> dict[str, Any]:
+            return {"run_id": run_id, "loss": 1 / (0 if fails else 4)}
+
+    async def scenario() -> None:
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=1))
+        parts = components_for(rig)._replace(trainer=Measured(TrainerConfig()))
+        assert (await conducted(rig, parts=parts)).job("run-1/rl").outcome == "succeeded"
+
+    with caplog.at_level("INFO"):
+        asyncio.run(scenario())
+    metrics = "metrics of run theirs: {'run_id': 'theirs', 'loss': 0.25}"
+    reported = "run=theirs: the trainer's get_metrics failed: ZeroDivisionError" if fails else metrics
+    assert reported in caplog.text

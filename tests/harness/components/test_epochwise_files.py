@@ -29,17 +29,23 @@ def history(folder: Path, name: str = REWARDS) -> list[Any]:
 def test_an_epoch_adds_to_the_files_and_rewrites_none_of_them(tmp_path: Path) -> None:
     files = EpochFiles(tmp_path)
     add(files, 0)
-    files.add_validation(0, {"avg_reward": 0.5})
+    files.add_validation("mine", 0, {"avg_reward": 0.5})
     numbers = {name: (tmp_path / name).stat().st_ino for name in (METRICS, REWARDS, VALIDATIONS)}
     for epoch in range(1, 40):
         before = {name: (tmp_path / name).read_bytes() for name in numbers}
         add(files, epoch)
-        files.add_validation(epoch, {"avg_reward": 0.5})
+        files.add_validation("mine", epoch, {"avg_reward": 0.5})
         for name, content in before.items():
             assert (tmp_path / name).read_bytes().startswith(content.removesuffix(b"\n]\n"))
     assert numbers == {name: (tmp_path / name).stat().st_ino for name in numbers}
     assert rows(tmp_path) == history(tmp_path) == history(tmp_path, VALIDATIONS) == list(range(40))
     assert json.dumps(json.loads((tmp_path / REWARDS).read_text()), indent=2) + "\n" == (tmp_path / REWARDS).read_text()
+
+
+def test_a_folder_below_the_home_folder_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    add(EpochFiles(Path("~")), 0)
+    assert rows(tmp_path) == [0]
 
 
 @pytest.mark.parametrize("name", [METRICS, REWARDS, VALIDATIONS])
@@ -48,7 +54,7 @@ def test_a_file_that_a_crash_cut_off_loses_at_most_its_last_epoch(tmp_path: Path
     files = EpochFiles(tmp_path)
     for epoch in range(4):
         add(files, epoch)
-        files.add_validation(epoch, {"avg_reward": 0.5})
+        files.add_validation("mine", epoch, {"avg_reward": 0.5})
     content = (tmp_path / name).read_bytes()
     last = len(content) - content.rfind(b'"epoch"') if num_gone == 10_000 else num_gone
     (tmp_path / name).write_bytes(content[:-last])
@@ -58,7 +64,7 @@ def test_a_file_that_a_crash_cut_off_loses_at_most_its_last_epoch(tmp_path: Path
     assert [row["epoch"] for row in files.validations] == [0, 1, 2]
     for epoch in (3, 4):
         add(files, epoch)
-        files.add_validation(epoch, {"avg_reward": 0.5})
+        files.add_validation("mine", epoch, {"avg_reward": 0.5})
     assert rows(tmp_path) == history(tmp_path) == history(tmp_path, VALIDATIONS) == list(range(5))
 
 
@@ -88,11 +94,11 @@ def test_what_a_full_disk_did_not_take_is_whole_when_it_is_written_again(
     files = EpochFiles(disk.folder / "output")
     for epoch in range(num_before):
         add(files, epoch, 500)
-        files.add_validation(epoch, {"avg_reward": 0.5, "note": "x" * 9000})
+        files.add_validation("mine", epoch, {"avg_reward": 0.5, "note": "x" * 9000})
     disk.fill()
     for call in (
         lambda: add(files, num_before, 500),
-        lambda: files.add_validation(num_before, {"avg_reward": 0.5, "note": "x" * 9000}),
+        lambda: files.add_validation("mine", num_before, {"avg_reward": 0.5, "note": "x" * 9000}),
     ):
         for _ in range(3):
             with pytest.raises(OSError, match="No space left"):
@@ -102,7 +108,7 @@ def test_what_a_full_disk_did_not_take_is_whole_when_it_is_written_again(
     disk.free()
     for epoch in range(num_before, num_before + 2):
         add(files, epoch, 500)
-        files.add_validation(epoch, {"avg_reward": 0.5})
+        files.add_validation("mine", epoch, {"avg_reward": 0.5})
     expected = list(range(num_before + 2))
     assert rows(files.folder) == history(files.folder) == history(files.folder, VALIDATIONS) == expected
     assert not list(files.folder.glob(".*"))
@@ -112,7 +118,7 @@ def test_an_epoch_that_is_done_again_replaces_its_rows(tmp_path: Path) -> None:
     files = EpochFiles(tmp_path)
     for epoch in (0, 1, 2, 1, 3):
         add(files, epoch)
-        files.add_validation(epoch, {"avg_reward": 0.5})
+        files.add_validation("mine", epoch, {"avg_reward": 0.5})
     assert sorted(rows(tmp_path)) == sorted(history(tmp_path)) == [0, 1, 2, 3]
 
 
@@ -122,3 +128,18 @@ def test_another_folder_gets_all_that_the_first_one_had(tmp_path: Path) -> None:
     files.folder = tmp_path / "two"
     add(files, 1)
     assert rows(tmp_path / "two") == history(tmp_path / "two") == [0, 1]
+
+
+def test_validations_are_continued_where_no_epoch_has_trajectories_but_not_those_of_other_runs(
+    tmp_path: Path,
+) -> None:
+    files = EpochFiles(tmp_path)
+    for epoch in (0, 1):
+        files.add_validation("mine", epoch, {"avg_reward": 0.9})
+    again, other = EpochFiles(tmp_path), EpochFiles(tmp_path)
+    again.resume("mine", 1)
+    assert [row["epoch"] for row in again.validations] == [0]
+    again.add_validation("mine", 1, {"avg_reward": 0.5})
+    assert [row["avg_reward"] for row in json.loads((tmp_path / VALIDATIONS).read_text())] == [0.9, 0.5]
+    other.resume("other", 2)
+    assert other.validations == []

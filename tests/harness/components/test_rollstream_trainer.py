@@ -176,7 +176,7 @@ def test_a_validation_without_a_score_is_an_error_and_no_reward(make: Any) -> No
         found.builder.scores = [1.0, None]
         await found.trainer.run(1)
         (row,) = json.loads((found.output / "validation_history.json").read_text())
-        assert row.pop("timestamp")
+        assert {row.pop("timestamp") and row.pop("run_id")} == {found.trainer._run_id}
         assert row == {"epoch": 0, "dataset_type": "validation", "error": "1 of 2 examples have no score (1: no score)"}
         with pytest.raises(EnvironmentRunError, match="has no score"):
             await found.builder.compute_reward(EvaluationItem("x", None))
@@ -365,7 +365,7 @@ def test_short_epochs_are_drawn_together_and_none_is_left_out_at_the_end(tmp_pat
     again.resume("r", 3)
     again.finish("r")
     assert plot.read_bytes() == drawn
-    again.add_validation(3, {"avg_reward": 0.9})
+    again.add_validation("r", 3, {"avg_reward": 0.9})
     again.finish("r")
     assert plot.read_bytes() != drawn
 

@@ -75,10 +75,12 @@ def test_a_type_may_come_from_the_modules_that_a_builder_names(
 
 
 def test_the_finetuning_section_reaches_components_in_nats_shape(written: dict[str, Any]) -> None:
-    written["finetuning"] |= {"num_epochs": 3, "curriculum_learning": {"enabled": True, "explore_share": 0.5}}
+    curriculum = {"enabled": True, "explore_share": 0.5}
+    written["finetuning"] |= {"num_epochs": 3, "curriculum_learning": curriculum, "output_dir": "~/out"}
     found = loaded(written)
     assert isinstance(found.finetune, FinetuneConfig)
     assert (found.finetune.num_epochs, found.finetune.target_functions) == (3, ["<workflow>"])
+    assert found.finetune.output_dir == found.config.finetuning.output_dir == Path.home() / "out"
     assert found.finetune.curriculum_learning.initial_percentile == 0.3
     assert found.config.finetuning.curriculum_learning.explore_share == 0.5
     assert isinstance(block_of(found.finetune, "trainer"), TrainerConfig)
@@ -181,6 +183,11 @@ def test_validation_may_have_a_file_of_its_own(written: dict[str, Any], write: W
         ("a.names", "[z]", ["z"]),
         ("a.new.deep", "true", True),
         ("a.name", "null", None),
+        ("a.name", "data #1.json", "data #1.json"),
+        ("a.name", "a: b", "a: b"),
+        ("a.name", "@x", "@x"),
+        ("a.name", '"q"', "q"),
+        ("a.name", "{kind: x}", {"kind": "x"}),
     ],
 )
 def test_an_override_sets_a_key_as_the_file_has_it(key: str, text: str, value: Any) -> None:
@@ -322,6 +329,8 @@ def test_a_seed_of_more_than_64_bits_is_refused_wherever_it_comes_from(
         ("trainers.tt.planning", "trainers.tt is not defined in the file; defined: t"),
         ("trainer_adapters.learner.seed", "trainer_adapters.learner is not defined in the file; defined: a"),
         ("llms.modle.temperature", "llms.modle is not defined in the file; did you mean llms.model?"),
+        ("llms.modle", "llms.modle is not defined in the file; did you mean llms.model?"),
+        ("trainers.tt", "trainers.tt is not defined in the file; defined: t"),
         ("finetuning.trainer.x", "finetuning.trainer is a value, not a section"),
         ("finetuning..x", "give a dotted path such as finetuning.num_epochs"),
     ],

@@ -1,13 +1,18 @@
 """Datasets of every type that is read here: rows to examples, filters, and the standard names of columns."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pytest
 
+from rollstream.harness.config import file as config_file
 from rollstream.harness.config.dataset import Example, read_dataset, section_of
+from rollstream.harness.runs.plan import examples_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import DatasetSection
 
@@ -45,6 +50,23 @@ def parquet(folder: Path, columns: str) -> Path:
     with duckdb.connect() as connection:
         connection.execute(f"COPY ({columns}) TO '{folder}/d.parquet' (FORMAT parquet)")
     return folder / "d.parquet"
+
+
+def test_times_of_parquet_are_those_of_utc_whatever_the_time_zone_of_the_machine(tmp_path: Path) -> None:
+    parquet(tmp_path, "SELECT TIMESTAMPTZ '2026-01-01 00:00:00+00' AS at")
+    program = f"from rollstream.metrics.parquet import *; print(read_parquet(Path('{tmp_path}/d.parquet')))"
+    environment = os.environ | {"TZ": "Asia/Tokyo"}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[{'at': '2026-01-01T00:00:00+00:00'}]"
+
+
+def test_a_parquet_file_is_read_alone_and_without_columns_from_its_path(tmp_path: Path) -> None:
+    folder = tmp_path / "value=7"
+    folder.mkdir()
+    for name, value in (("a[1]", "right"), ("a1", "wrong")):
+        parquet(folder, f"SELECT 1 AS id, '{value}' AS value").rename(folder / f"{name}.parquet")
+    (found,) = read(folder / "a[1].parquet")
+    assert found.inputs == {"value": "right"}
 
 
 def test_bytes_of_parquet_are_text_at_any_depth(tmp_path: Path) -> None:
@@ -158,3 +180,19 @@ def test_a_filter_keeps_what_is_allowed_and_not_denied(tmp_path: Path, chosen: A
     rows = [{"id": "a", "level": "easy", "n": 1}, {"id": "b", "level": "easy2", "n": 2}]
     (tmp_path / "d.json").write_text(json.dumps([*rows, {"id": "c", "level": "hard", "n": 3}]))
     assert [example.example_id for example in read(tmp_path / "d.json", filter=chosen)] == kept
+
+
+def test_examples_of_ones_own_environment_that_are_not_mappings_name_its_class(
+    written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    head = "from rollstream.producers import Environment\nclass Mine(Environment):\n"
+    head += "    async def run(self, session): ...\n"
+    (tmp_path / "own_examples.py").write_text(f"{head}    def examples(self, num, seed): return [1, 2]\n")
+    name = "python:own_examples.Mine"
+    written["workflow"] = {"environment": name}
+    with pytest.raises(ConfigError) as error:
+        examples_of(config_file.resolve(written).config)
+    assert str(error.value) == (
+        f"environment {name}: Mine.examples(), example 0: is 1; return a mapping of inputs for each example"
+    )

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from rollstream.harness.config.checks import check_model
+from rollstream.harness.config.checks import check_hub, check_model
 from rollstream.schemas.errors import ConfigError
 
 AT = "trainer_adapters.learner.model.path"
@@ -47,3 +48,22 @@ def test_a_folder_without_a_model_and_none_at_all_are_refused(tmp_path: Path) ->
         check_model(str(tmp_path), AT)
     with pytest.raises(ConfigError, match=rf"{AT}: folder {tmp_path}/gone does not exist; give a transformers"):
         check_model(f"{tmp_path}/gone", AT)
+
+
+def test_a_model_that_is_no_folder_has_to_be_in_the_hubs_cache_or_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/tiny", "no name/at all"):
+        with pytest.raises(ConfigError, match=rf"{AT}: {name} is neither a folder of {tmp_path} nor "):
+            check_hub(name, AT)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    check_hub("models/tiny", AT)
+    snapshot = tmp_path / "cache" / "models--org--model" / "snapshots" / "a"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a")
+    check_hub("org/model", AT)

@@ -16,8 +16,9 @@ from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
 
 from rollstream.harness.config.dataset import Example
 from rollstream.harness.config.nat_workflows import config_of, function_types
-from rollstream.harness.nat.nat_runtime import Failures, Played, workflow
+from rollstream.harness.nat.nat_runtime import Failures, Played, _ours, workflow
 from rollstream.schemas.errors import ConfigError
+from tests.rigs import nat_samples as nat
 
 
 class EchoConfig(FunctionBaseConfig, name="playing_test_echo"):
@@ -132,3 +133,13 @@ def test_what_is_registered_is_known_by_its_names_and_a_wrong_block_shows_no_val
     with pytest.raises(ConfigError, match=r"NAT refuses the file: llms\.l\.") as caught:
         config_of({"workflow": {"_type": "playing_test_echo"}, "llms": {"l": secret}})
     assert "sk-very-secret" not in str(caught.value)
+
+
+def test_a_step_with_bytes_that_are_no_text_is_recorded_in_base64() -> None:
+    (step,) = nat.read([nat.tool("t", "2")[-1]])
+    assert step.payload.data is not None
+    for output, kept in ((b"\xff\xd8", "_9g="), (b"text", "text")):
+        step.payload.data.output = {"image": output}
+        found = _ours(step).payload.data
+        assert found is not None
+        assert found.output == {"image": kept}

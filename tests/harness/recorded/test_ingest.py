@@ -1,10 +1,12 @@
 """Files of recorded steps: every kind of line, which rollout a step belongs to, and what a run is told of it."""
 
 import asyncio
+import codecs
 import itertools
 import json
 import random
 
+import orjson
 import pytest
 import yaml
 
@@ -16,6 +18,7 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.recorded.ingest import prepare, send_letters
 from rollstream.harness.recorded.lines import BadLine, read_lines
+from rollstream.harness.recorded.tasks import all_stored, inputs_of
 from rollstream.harness.runs.plan import examples_of
 from rollstream.producers.traces.spans import Selection
 from rollstream.schemas.errors import ConfigError
@@ -96,6 +99,47 @@ def test_whole_rollouts_named_steps_and_steps_without_a_workflow_are_read_too():
     assert members(loose)[0].source_id == "root"
 
 
+def test_lines_that_occur_twice_count_once_and_another_reward_is_a_bad_line():
+    whole = {"rollout_id": "r", "example_id": "x", "steps": run_of("a"), "reward": {"right": 1, "brief": 0.5}}
+    other = {"rollout_id": "r", "reward": {"right": 0.5}}
+    ingested = read_lines(lines(whole, whole, other), ALL)
+    (rollout,) = members(ingested.groups[0])
+    assert {one.name: one.value for one in rollout.rewards} == {"right": 1.0, "brief": 0.5}
+    assert len(rollout.rewards) == 2
+    (bad,) = ingested.bad
+    assert (bad.number, bad.reason) == (3, "reward 'right' is 0.5, and 1.0 on an earlier line of r; give it once")
+
+
+def test_lines_that_contradict_an_earlier_line_of_their_rollout_are_bad():
+    first = {"rollout_id": "r", "example_id": "x", "steps": run_of("a"), "step_rewards": {"a-call": 1}, "question": "q"}
+    contradicting = {
+        "step reward 'a-call' is 5.0, and 1.0": {"step_rewards": {"a-call": 5}},
+        "input 'question' is 'p', and 'q'": {"question": "p"},
+        "'example_id' is 'y', and 'x'": {"example_id": "y"},
+    }
+    ingested = read_lines(lines(first, *({"rollout_id": "r", **one} for one in contradicting.values()), first), ALL)
+    assert [one.reason for one in ingested.bad] == [
+        f"{reason} on an earlier line of r; give it once" for reason in contradicting
+    ]
+    (group,) = ingested.groups
+    assert (group.example_id, group.inputs) == ("x", {"question": "q"})
+
+
+def test_a_rollout_without_a_name_is_none_that_has_one():
+    call = nat.openai("u1", nat.messages("q"), "a")
+    nameless = {"steps": call, "reward": 1, "example_id": "b"}
+    named = [{"rollout_id": f"rollout-{number}", "example_id": "a", "steps": call} for number in (2, 1)]
+    for order in ([named[0], nameless, named[1]], [nameless, *named]):
+        ingested = read_lines(lines(*order), ALL)
+        found = {group.example_id: [one.source_id for one in members(group)] for group in ingested.groups}
+        assert found == {"a": ["rollout-2", "rollout-1"], "b": ["rollout-3"]}
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line():
+    first, *others = lines({"rollout_id": "r", "steps": run_of("a"), "reward": 1})
+    assert not read_lines([codecs.BOM_UTF8 + first, *others], ALL).bad
+
+
 BAD = {
     "{": "not valid JSON",
     "[]": "not a JSON object",
@@ -104,6 +148,8 @@ BAD = {
     '{"rollout_id": "r", "reward": "high"}': "reward.reward is 'high'; expected a finite number",
     '{"rollout_id": "r", "rewards": [1]}': "rewards must be an object of numbers",
     '{"rollout_id": "r", "score": 1}': "unknown key 'score'",
+    '{"rollout_id": "r", "reward": 1, "rewards": {"reward": 0}}': "reward 'reward' is 0.0, and 1.0 as the line",
+    '{"rollout_id": "r", "steps": [], "step": {}}': "both step and steps",
     '{"rollout_id": "r", "steps": {}}': "steps: must be a list",
     '{"rollout_id": "r", "inputs": []}': "",
     '{"rollout_id": "r", "steps": [{"parent_id": 3}]}': "parent_id: Input should be a valid string",
@@ -119,6 +165,24 @@ def test_a_bad_line_is_told_with_its_reason_and_the_rest_goes_on():
     for line, message in zip(ingested.bad, [*filter(None, BAD.values()), "not valid JSON"], strict=True):
         assert message in line.reason, line
     assert f"{len(raws)} bad lines" in ingested.summary()
+
+
+def nested(depth):
+    return json.loads('{"a": ' + "[" * depth + "]" * depth + "}")
+
+
+def test_a_line_that_is_nested_too_deeply_for_a_record_is_bad(tmp_path):
+    deep, usable = run_of("a"), run_of("b")
+    deep[1]["payload"]["metadata"] = nested(240)
+    usable[1]["payload"]["metadata"] = nested(225)
+    found = [{"rollout_id": name, "steps": steps} for name, steps in (("deep", deep), ("b", usable))]
+    raws = [b'{"rollout_id": "c", "inputs": ' + b'{"a":' * 1000 + b"1" + b"}" * 1001, *lines(*found)]
+    ingested = read_lines(raws, ALL)
+    reason = "nested too deeply to be recorded; use fewer levels of lists and objects"
+    assert [(bad.number, bad.reason) for bad in ingested.bad] == [(1, reason), (2, reason)]
+    stored = asyncio.run(all_stored(ingested.groups, ArtifactStore(str(tmp_path))))
+    assert [group.example_id for group in stored] == [group.example_id for group in ingested.groups]
+    assert [orjson.loads(orjson.dumps(inputs_of(group)))["question"] for group in stored] == ["1+1"]
 
 
 def test_what_does_not_fit_together_is_a_broken_rollout():

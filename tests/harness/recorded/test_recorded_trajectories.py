@@ -2,11 +2,15 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from rollstream.harness.components.interfaces import score_of
+from rollstream.harness.components.trajectories import _by_message, _episode
 from rollstream.harness.recorded.from_trajectories import rollout_of, rollouts_of_items, rollouts_of_pair
 from rollstream.producers.traces.framework_logprobs import read_logprobs
 from rollstream.schemas import tokens
+from rollstream.schemas.events import StepRecorded
 from rollstream.schemas.events.recorded import RecordedChat, RecordedStep
 from rollstream.schemas.finetuning import DPOItem, EpisodeItem, OpenAIMessage, Trajectory
 
@@ -140,3 +144,26 @@ def test_a_preference_pair_is_a_group_of_two_with_one_prompt():
     assert chat_of(rollouts_of_pair(text)[0].steps[0]).messages == chats[0].messages
     [(first, second)] = rollouts_of_items(trajectory(pair, reward=0.0))
     assert (first.rewards[0].value, second.rewards[0].value) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("score", "expected"),
+    [
+        (np.float32(0.5), 0.5), (np.int64(1), 1.0), (0.25, 0.25), (np.bool_(True), None), (True, None), ("1", None),
+        (10**400, None), (np.float64("nan"), None), (None, None),
+    ],
+)  # fmt: skip
+def test_scores_of_numpy_count_and_what_is_no_finite_number_is_missing(score, expected):
+    assert score_of(SimpleNamespace(score=score, error=None)) == expected
+
+
+def test_step_rewards_are_0_for_answers_of_the_prompt_and_a_changed_trajectory_can_be_used():
+    prompt = [{"role": role, "content": text} for role, text in (("user", "2"), ("assistant", "2"), ("user", "3"))]
+    base = {"run_id": "r", "time_ms": 0, "group_id": "r/g", "rollout_id": "r/g/m0/a0", "agent": "a"}
+    call = StepRecorded(**base, step_index=4, event_type="LLM_END", uuid="u", data={"input": prompt, "output": "3"})
+    episode = _episode([call], {4: {"content": CONTENT, **OURS}})
+    shaped = _by_message([0.5], episode)
+    assert shaped == [0.0, 0.5]
+    assert _by_message(None, episode) is None
+    found = rollout_of(Trajectory(episode=episode, reward=0.5, shaped_rewards=shaped), demands_logprobs=False)
+    assert found.error is None

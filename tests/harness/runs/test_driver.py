@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from rollstream.eventlog.codec import decode
+from rollstream.eventlog.failpoints import Killed
 from rollstream.eventlog.log import Position, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.harness.runs import conductor
 from rollstream.harness.runs.conductor import POLL_S, Conductor
-from rollstream.harness.runs.driver import give_signs_of_life, is_over, lacking, reason_to_stop
+from rollstream.harness.runs.driver import give_signs_of_life, is_over, lacking, located, reason_to_stop
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress, evolve
 from rollstream.schemas.base import Event
@@ -207,6 +209,61 @@ def test_signs_of_life_come_as_long_as_a_run_is_conducted(script: SimpleNamespac
         task.cancel()
         assert {type(event) for event in found} == {RunContinued}
         assert len({event.event_id for event in found}) == len(found)
+
+    asyncio.run(scenario())
+
+
+class KilledLog(MemoryLog):
+    """A log whose user is killed at its write `num_writes`, of which the jobs come through and nothing else."""
+
+    num_writes = 0
+
+    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+        self.num_writes -= 1
+        if self.num_writes == 0:
+            await super().send_all([event for event in events if isinstance(event, JobSubmitted)])
+            raise Killed("send")
+        return await super().send_all(events)
+
+
+def test_a_job_is_sent_once_the_start_of_its_run_is_acknowledged(script: SimpleNamespace) -> None:
+    async def scenario() -> None:
+        log = KilledLog(num_partitions=2)
+        log.num_writes = 1
+        async with Conductor(log, RunPlan(script.run_started(), (script.job_spec(),), True)) as conducting:
+            with pytest.raises(Killed):
+                await conducting.announce()
+        assert await written_ids(log, "groups", "jobs") == []
+
+    asyncio.run(scenario())
+
+
+def test_a_run_that_is_resumed_without_a_job_begins_where_its_start_is(script: SimpleNamespace) -> None:
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        other = {"run_id": "other-1", "time_ms": 1, "model_group": "other-1/policy"}
+        for _ in range(5):
+            await log.send(RunContinued(run_id="other-1", time_ms=5))
+            await log.send(JobFailed(**other, job_id="other-1/rl", error="no"))
+        await log.send(script.run_started())  # a kill came before its job
+        await log.send(RunContinued(run_id="other-1", time_ms=6))
+        plan = RunPlan(script.run_started(), (script.job_spec(),), False)
+        async with Conductor(log, plan) as conducting:
+            await conducting.announce()
+        found = await start_offsets_of(log, "run-1")
+        assert found == {"groups": 5, "batches": 0, "jobs": 5, "weights": 0}
+
+    asyncio.run(scenario())
+
+
+def test_a_resumed_run_keeps_the_offsets_of_its_first_job_also_where_it_has_none(script: SimpleNamespace) -> None:
+    async def scenario() -> None:
+        spec = script.job_spec()
+        log, jobs = MemoryLog(num_partitions=2), lacking(Progress("run-1"), script.run_started(), [spec])[1:]
+        for offsets in ({"groups": 3}, None):
+            known = [job.model_copy(update={"start_offsets": offsets}) for job in jobs]
+            progress = fold("run-1", script.run_started(), *known)
+            assert await located(log, progress, jobs) == known
 
     asyncio.run(scenario())
 

@@ -11,7 +11,7 @@ import pytest
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import RunLocation
 from rollstream.harness.runs.display import Display
-from rollstream.harness.runs.earlier_output import move_earlier_output
+from rollstream.harness.runs.earlier_output import list_groups, move_earlier_output, take_output_dir
 from rollstream.harness.runs.run_context import RunRequest, WorkspaceLease, connected
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
@@ -52,6 +52,38 @@ def test_model_and_histories_go_aside_and_files_of_others_stay(written: dict[str
     assert move_earlier_output(config) == output / "earlier-4"
 
 
+def test_a_run_that_goes_on_finds_its_own_files_and_those_of_the_run_between_are_kept(
+    written: dict[str, Any], output: Path
+) -> None:
+    config = config_file.resolve(written).config
+    assert take_output_dir(config, "a", is_new=True) is None
+    leave(output, *HISTORY, text="a")
+    assert take_output_dir(config, "b", is_new=True) == output / "earlier"
+    leave(output, *HISTORY, *MODEL, text="b")
+    assert take_output_dir(config, "b", is_new=False) is None
+    for run, kept in (("a", "b"), ("b", "a"), ("a", "b")):
+        earlier = take_output_dir(config, run, is_new=False)
+        assert earlier is not None
+        assert {path.read_text() for path in output.iterdir() if path.is_file()} == {run}
+        assert {path.read_text() for path in earlier.iterdir()} == {kept}
+        assert ((output / MODEL[0]).exists(), (earlier / MODEL[0]).exists()) == (run == "b", kept == "b")
+
+
+def test_files_of_a_run_that_goes_on_come_back_where_a_kill_came_before_they_had(
+    written: dict[str, Any], output: Path
+) -> None:
+    config = config_file.resolve(written).config
+    take_output_dir(config, "a", is_new=True)
+    leave(output, *HISTORY, text="a")
+    take_output_dir(config, "b", is_new=True)
+    leave(output, *HISTORY, text="b")
+    move_earlier_output(config)
+    assert names(output) == {"earlier", "earlier-2"}
+    take_output_dir(config, "a", is_new=False)
+    assert {path.read_text() for path in output.iterdir() if path.is_file()} == {"a"}
+    assert {path.read_text() for path in (output / "earlier-2").iterdir()} == {"b"}
+
+
 def test_a_folder_that_the_base_model_comes_from_stays_whole(written: dict[str, Any], output: Path) -> None:
     leave(output, *MODEL)
     written["trainer_adapters"]["a"]["model"]["path"] = str(output)
@@ -65,7 +97,58 @@ def test_configuration_files_without_a_model_are_nobodys_run(written: dict[str, 
     assert names(output) == {"config.json", "tokenizer.json"}
 
 
+def several_groups(written: dict[str, Any]) -> dict[str, Any]:
+    written["trajectory_builders"]["b"]["agents"] = {"prover": "provers", "verifier": "verifiers"}
+    return written
+
+
+def test_the_models_of_model_groups_go_aside_folder_by_folder(written: dict[str, Any], output: Path) -> None:
+    for group in ("provers", "verifiers", "others"):
+        (output / group).mkdir()
+        leave(output / group, *MODEL)
+    leave(output / "provers", "notes.txt")
+    config = config_file.resolve(several_groups(written)).config
+    assert move_earlier_output(config) == output / "earlier"
+    assert names(output) == {"earlier", "provers", "others"}
+    assert names(output / "provers") == {"notes.txt"}
+    assert names(output / "earlier") == {"provers", "verifiers"}
+    assert names(output / "earlier" / "provers") == names(output / "earlier" / "verifiers") == set(MODEL)
+    assert names(output / "others") == set(MODEL), "the output folder of another run may lie in this one"
+
+
+def test_a_run_with_other_groups_moves_the_folders_that_the_earlier_run_has_listed(
+    written: dict[str, Any], output: Path, tmp_path: Path
+) -> None:
+    list_groups(output, ["provers", "verifiers", "kept", "../elsewhere"])
+    for folder in (output / "provers", output / "verifiers", output / "kept", tmp_path / "elsewhere"):
+        folder.mkdir()
+        leave(folder, *MODEL)
+    written["trainer_adapters"]["a"]["model"]["path"] = str(output / "kept")
+    assert move_earlier_output(config_file.resolve(written).config) == output / "earlier"
+    assert names(output) == {"earlier", "kept"}
+    assert names(output / "earlier") == {"model_groups.json", "provers", "verifiers"}
+    assert names(output / "kept") == names(tmp_path / "elsewhere") == set(MODEL), "a base model stays"
+
+
 @pytest.mark.kafka
+def test_a_list_of_groups_names_no_folder_outside(written: dict[str, Any], output: Path) -> None:
+    leave(output.parent, *MODEL)
+    list_groups(output, ["..", ".", ""])
+    assert move_earlier_output(config_file.resolve(written).config) == output / "earlier"
+    assert names(output / "earlier") == {"model_groups.json"}
+    assert {*MODEL} <= names(output.parent)
+
+
+def test_models_behind_a_link_stay_where_it_leads(written: dict[str, Any], output: Path) -> None:
+    disk = output.parent / "disk"
+    disk.mkdir()
+    leave(disk, *MODEL)
+    (output / "provers").symlink_to(disk)
+    list_groups(output, ["provers"])
+    assert move_earlier_output(config_file.resolve(written).config) == output / "earlier"
+    assert names(disk / "earlier") == set(MODEL)
+
+
 def test_a_run_that_is_refused_at_its_start_leaves_the_folder_as_it_is(
     written: dict[str, Any], output: Path, kafka: KafkaSettings, tmp_path: Path
 ) -> None:

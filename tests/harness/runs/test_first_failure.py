@@ -36,8 +36,11 @@ def closed(at: int, cause: str) -> GroupClosed:
     )  # fmt: skip
 
 
-def reports(before: Scenario, after: Scenario, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Reports on the events of `before` and `after` the moment from which the log is watched."""
+def reports(before: Scenario, after: Scenario, monkeypatch: pytest.MonkeyPatch, wait_s: float = 30.0) -> list[str]:
+    """Reports on the events of `before` and `after` the moment from which the log is watched.
+
+    `wait_s`: what a report may take.
+    """
     monkeypatch.setattr(conductor, "FAILURE_POLL_S", 0.01)
     found: list[str] = []
 
@@ -46,7 +49,7 @@ def reports(before: Scenario, after: Scenario, monkeypatch: pytest.MonkeyPatch) 
         await before(log)
         watching = asyncio.create_task(report_first_failure(log, RUN, await ends_of(log), found.append))
         await after(log)
-        await asyncio.wait({watching}, timeout=0.5)
+        await asyncio.wait({watching}, timeout=wait_s)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
 
@@ -78,4 +81,5 @@ def test_a_failure_from_before_is_reported_when_its_group_closes(
     async def after(log: MemoryLog) -> None:
         await log.send(closed(0, cause))
 
-    assert len(reports(before, after, monkeypatch)) == num_reports
+    wait_s = 30.0 if num_reports else 0.5
+    assert len(reports(before, after, monkeypatch, wait_s)) == num_reports

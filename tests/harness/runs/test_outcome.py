@@ -1,6 +1,22 @@
 """The summary at the end of a run."""
 
-from rollstream.harness.runs.outcome import MAX_REPEATED, Outcome
+import asyncio
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.config import file as config_file
+from rollstream.harness.config.jobs import jobs_of
+from rollstream.harness.runs.driver import lacking
+from rollstream.harness.runs.earlier_output import move_earlier_output
+from rollstream.harness.runs.outcome import MAX_REPEATED, Outcome, end
+from rollstream.harness.runs.plan import RunPlan
+from rollstream.harness.runs.progress import Progress, evolve
+from rollstream.schemas.events import RunEnded
 
 REASON = "step 3 of trajectory run-1/rl/e00000/t00001/m0/a0/agent " + "has no token " * 12
 LOGGED = (f"learner-1: job=run-1/rl failed: {REASON}",)
@@ -20,3 +36,31 @@ def test_a_short_reason_or_one_that_was_not_shown_is_whole() -> None:
     assert Outcome("run-1", "failed", 2, message=REASON).summary().endswith(REASON)
     short = Outcome("run-1", "failed", 2, message="job x failed: too few", logged=("learner-1: job=x failed: too few",))
     assert short.summary().endswith("job x failed: too few")
+
+
+def test_a_run_of_several_model_groups_lists_the_folders_of_its_models(
+    written: dict[str, Any], script: SimpleNamespace, tmp_path: Path
+) -> None:
+    written["trajectory_builders"]["b"]["agents"] = {"prover": "provers", "verifier": "verifiers"}
+    config = config_file.resolve(written).config
+    jobs = jobs_of(config, script.run)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    artifacts = ArtifactStore(str(tmp_path / "artifacts"))
+    weights = artifacts.put_bytes(struct.pack("<Q", len(header)) + header)
+    progress = evolve(Progress(script.run), script.run_started())
+    for event in lacking(progress, script.run_started(), jobs):
+        progress = evolve(progress, event)
+    for spec in jobs:
+        for version in (0, 1):
+            event = script.published(version, spec.job_id)
+            event = event.model_copy(update={"model_group": spec.model_group, "artifact": weights})
+            progress = evolve(progress, event)
+    progress = evolve(progress, RunEnded(run_id=script.run, time_ms=9000, cause="stopped"))
+    run = RunPlan(script.run_started(), jobs, is_new=True)
+    outcome = asyncio.run(end(MemoryLog(), artifacts, progress, run, config))
+    output = config.finetuning.output_dir
+    assert outcome.output_dir == output.absolute()
+    assert sorted(json.loads((output / "model_groups.json").read_text())) == ["provers", "verifiers"]
+    assert sorted(path.parent.name for path in output.rglob("*.safetensors")) == ["provers", "verifiers"]
+    move_earlier_output(config)
+    assert [path.name for path in output.iterdir()] == ["earlier"]

@@ -1,6 +1,7 @@
-"""Checks around a run: space on the disk."""
+"""Checks around a run: space on the disk, ports of its services."""
 
 import io
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.disk_space import disk_of, disks_of
+from rollstream.harness.config import file as config_file
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.progress import Progress
-from rollstream.harness.runs.run_context import has_free_space
+from rollstream.harness.runs.run_context import RunRequest, has_free_space, held
+from rollstream.schemas.errors import ConfigError
 
 
 def test_a_full_disk_pauses_the_run_with_one_message_until_there_is_room(tmp_path: Path) -> None:
@@ -44,3 +47,17 @@ def test_a_disk_is_looked_at_once_however_many_folders_lie_on_it(tmp_path: Path)
     folders = [tmp_path / "a", tmp_path / "b" / "c"]
     assert [disk.folder for disk in disks_of(folders)] == [tmp_path / "a"]
     assert disk_of(tmp_path / "b").total_bytes == disk_of(tmp_path).total_bytes > 0
+
+
+def test_a_port_that_a_gateway_cannot_have_is_found_before_the_run(written: dict[str, Any], tmp_path: Path) -> None:
+    written["trajectory_builders"]["b"]["engine"] = {"kind": "scripted"}
+    examples = tmp_path / "examples.jsonl"
+    examples.write_text('{"id": "x", "question": "1+1", "secret": 2}\n')
+    written["eval"] = {"general": {"dataset": {"_type": "jsonl", "file_path": str(examples)}}}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        written["trajectory_builders"]["b"] |= {"num_producers": 2, "gateway": {"port": port - 1}}
+        request = RunRequest(config_file.resolve(written), tmp_path / "workspace", "refused")
+        reported = rf"trajectory_builders\.b\.gateway\.port: producers-2: port {port} of 127\.0\.0\.1 cannot be used"
+        with pytest.raises(ConfigError, match=reported), held(request, Display(io.StringIO())):
+            raise AssertionError("it began")

@@ -17,7 +17,7 @@ import pytest
 from rollstream.eventlog.broker.broker import find_running
 from rollstream.eventlog.broker.credentials import environment
 from rollstream.harness.services.liveness import beat, read_sign, read_signs
-from rollstream.harness.services.serving import recording, settings_of
+from rollstream.harness.services.serving import FROM_ENVIRONMENT, read_settings, recording, settings_of, workspace_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import EndpointSettings, ProducerSettings
@@ -43,6 +43,19 @@ def test_settings_given_win_over_the_environment() -> None:
     assert isinstance(settings, ProducerSettings)
     assert (settings.bootstrap_servers, settings.num_partitions, settings.name) == ("b:2", 3, "p-1")
     assert settings.engine.kind == "scripted"
+
+
+def test_an_empty_variable_is_one_that_is_not_set() -> None:
+    given = {"bootstrap_servers": "b:2", "model_group": "run-1/policy", "engine": {"kind": "scripted"}}
+    empty = dict.fromkeys(FROM_ENVIRONMENT.values(), "")
+    for service in ("processors", "endpoint", "producers"):
+        block = given if service == "endpoint" else {"bootstrap_servers": "b:2"}
+        assert settings_of(service, None, block, empty) == settings_of(service, None, block, {})
+    with pytest.raises(ConfigError, match=r"serve metrics: bootstrap_servers: .*set ROLLSTREAM_BOOTSTRAP_SERVERS"):
+        settings_of("metrics", None, {}, empty)
+    with pytest.raises(ConfigError, match="serve metrics: workspace: is ''; give the path of a folder"):
+        settings_of("metrics", None, {"workspace": ""}, {})
+    assert workspace_of(empty) == ".rollstream"
 
 
 def test_the_gateway_is_the_endpoint_under_either_name() -> None:
@@ -89,14 +102,21 @@ def test_a_gateway_that_could_be_neither_kind_is_told_what_to_set(given: dict[st
             {"engine": {"kind": "vllm", "base_url": 1}},
             "engine.base_url: unknown key; did you mean base_urls?",
         ),
+        ("producers", {"workspace": 5}, "serve producers: workspace: is 5; give the path of a folder"),
+        ("producers", {"engine": {"kind": "openai", "base_url": "FTP://X"}}, "engine.base_url: 'FTP://X' is not a URL"),
         ("metrics", {"zzz": 1}, "serve metrics: zzz: unknown key; known keys: allow, artifact_uri, "),
     ],
 )
-def test_an_unknown_setting_is_named_with_the_one_that_is_meant(
-    service: str, given: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_setting_is_named_with_the_one_that_is_meant(service: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         settings_of(service, None, {"bootstrap_servers": "a:1", **given}, {})
+
+
+def test_settings_that_are_nested_too_deeply_are_an_error_of_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text('{"engine": ' + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"--settings .*settings\.json cannot be read as JSON: .*; correct it"):
+        read_settings(str(path))
 
 
 def test_a_sign_of_life_comes_and_goes(tmp_path: Path) -> None:

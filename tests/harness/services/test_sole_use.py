@@ -1,16 +1,23 @@
-"""Two runs in one consumer group: refused with who is in it; what a killed run left is waited for."""
+"""Two sets of services in one consumer group, or of one name: refused with who it is; a killed one is waited for."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import uuid
+from pathlib import Path
 
 import pytest
 
 from rollstream.eventlog.kafka.client import GroupMember
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.harness.services import sole_use
-from rollstream.harness.services.sole_use import check_sole_use
+from rollstream.harness.services.serving import run_until_stopped
+from rollstream.harness.services.sole_use import check_sole_use, sole_name, sole_output
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
+from rollstream.schemas.services import MetricsSettings, ServiceSettings
 
 LOCATION = "trajectory_builders.b.kafka.group_prefix"
 
@@ -63,3 +70,87 @@ def test_a_group_that_others_are_in_is_refused_with_their_names_and_the_remedy(k
         await log.close()
 
     asyncio.run(scenario())
+
+
+def test_a_service_whose_name_another_process_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sole_use, "PATIENCE_S", 0.0)
+    settings = MetricsSettings(
+        name="metrics-1", bootstrap_servers="127.0.0.1:1", workspace=tmp_path, artifact_uri="a", num_partitions=1
+    )
+
+    async def work(settings: ServiceSettings) -> None:
+        raise AssertionError("it began")
+
+    async def scenario() -> None:
+        async with sole_name(tmp_path, "metrics-1"), sole_name(tmp_path, "metrics-2"):
+            await run_until_stopped("metrics", settings, work)
+
+    message = f"another process named metrics-1 serves workspace {tmp_path}; stop it, or give --name; .*: external"
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(scenario())
+    assert list((tmp_path / "health").iterdir()) == []
+
+
+def test_a_name_that_a_dying_process_has_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sole_use, "LOOK_EVERY_S", 0.01)
+    order: list[str] = []
+
+    async def hold(text: str) -> None:
+        async with sole_name(tmp_path, "learner-1"):
+            order.append(f"{text} begins")
+            await asyncio.sleep(0.05)
+            order.append(f"{text} ends")
+
+    async def scenario() -> None:
+        await asyncio.gather(hold("first"), hold("second"))
+
+    asyncio.run(scenario())
+    assert order == ["first begins", "first ends", "second begins", "second ends"]
+
+
+def test_a_folder_of_another_runs_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sole_use, "PATIENCE_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario() -> None:
+        one, other, same = (sole_output(tmp_path, path) for path in (Path("a"), Path("output"), tmp_path / "output"))
+        async with one, other, same:
+            raise AssertionError("it began")
+
+    with pytest.raises(
+        ConfigError, match=r"output_dir: .*/output is in use by another run of workspace .*; set another"
+    ):
+        asyncio.run(scenario())
+
+
+FORKS = """
+import asyncio, os, pathlib, sys, time
+from rollstream.harness.services.sole_use import sole_name
+
+async def main():
+    async with sole_name(pathlib.Path(sys.argv[1]), "producers-1"):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+        else:
+            pathlib.Path(sys.argv[2]).write_text(str(child))
+        os._exit(1)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_users_code_forked_keeps_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sole_use, "PATIENCE_S", 0.0)
+    left = tmp_path / "child"
+    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path), str(left)], check=False)
+
+    async def again() -> None:
+        async with sole_name(tmp_path, "producers-1"):
+            pass
+
+    try:
+        assert (tmp_path / "health" / "producers-1.lock").exists()
+        asyncio.run(again())
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -55,6 +56,25 @@ def test_a_child_reads_its_settings_and_writes_its_log(tmp_path: Path) -> None:
         assert supervisor.pids() == {}
 
     asyncio.run(scenario())
+
+
+def test_an_exit_is_not_blamed_on_the_last_words_of_an_earlier_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "one.log").write_text("error: of last week\n")
+
+    async def scenario() -> None:
+        supervisor = Supervisor([spec("one", SLEEPS)], tmp_path, first_backoff_s=0.0)
+        supervisor.start()
+        os.kill(supervisor.pids()["one"], signal.SIGKILL)
+        await wait_until(lambda: not supervisor.pids())
+        supervisor.check()
+        (tmp_path / "one.log").write_text("x")
+        assert supervisor.last_words("one") == "x", "the log was emptied because it was too large"
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+    assert "service one was killed by signal 9; restarting in 0.0 s: (no log output)" in caplog.text
 
 
 def test_a_child_is_a_process_group_in_the_session_of_its_parent(tmp_path: Path) -> None:
@@ -312,17 +332,26 @@ def test_a_child_that_ends_while_something_is_missing_is_started_again_after_tha
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
-        missing = ["the broker is down"]
+        missing: list[str] = []
+        launched: list[object] = []
         supervisor = Supervisor(
             [spec("one", "pass")], tmp_path, first_backoff_s=0.001, waits_for=lambda: missing[0] if missing else ""
         )
+        launch = supervisor._launch
+
+        def launch_and_lack(child: Any) -> None:
+            launch(child)
+            launched.append(child)
+            missing.append("the disk is full")  # at once: it may end before anybody else looks
+
+        supervisor._launch = launch_and_lack
         supervisor.start()
         watching = asyncio.create_task(supervisor.watch())
         for ended in range(1, MAX_RESTARTS + 3):
             await wait_until(lambda ended=ended: supervisor.total_restarts == ended)
+            assert len(launched) == ended
             missing.clear()
-            await wait_until(lambda: bool(supervisor.pids()))
-            missing.append("the disk is full")
+            await wait_until(lambda ended=ended: len(launched) > ended)
         assert not watching.done()
         watching.cancel()
         await supervisor.stop()

@@ -156,6 +156,8 @@ def until_ready(kafka: KafkaSettings, workspace: Path) -> int:
 async def _delete(kafka: KafkaSettings, topic: str) -> None:
     admin = AIOKafkaAdminClient(**client_options(kafka))
     await admin.start()
-    await admin.delete_topics([TOPICS[topic].name])
-    await asyncio.sleep(1)
+    name = TOPICS[topic].name
+    await admin.delete_topics([name])
+    while name in await admin.list_topics():
+        await asyncio.sleep(0.1)
     await admin.close()

@@ -12,6 +12,8 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import REDRIVEN_FROM, original, send_dead_letter
 from rollstream.eventlog.log import Position, TopicPartition, format_position, partition_of
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.recorded.ingest import send_letters
+from rollstream.harness.recorded.lines import BadLine
 from rollstream.harness.upkeep.dead_letters import Letter, Redrive, prepare, read_letter, read_letters, send
 from rollstream.schemas.errors import DecodeError, LogError, RollstreamError
 from rollstream.schemas.events import RewardRecorded
@@ -221,3 +223,20 @@ def test_a_note_without_its_letter_and_a_forged_one_are_passed_over() -> None:
         assert (letter.number, letter.redriven_to) == (1, ())
 
     asyncio.run(go())
+
+
+def test_lines_of_several_files_are_letters_of_their_own() -> None:
+    async def body() -> None:
+        log = MemoryLog(num_partitions=PARTITIONS)
+        monday = [BadLine(3, b"x", "not valid JSON"), BadLine(7, b"y", "not a JSON object")]
+        for _ in range(2):  # as after a crash
+            await send_letters(log, STORE, monday, Path("monday.jsonl"))
+        await send_letters(log, STORE, [BadLine(3, b"x", "not valid JSON")], Path("tuesday.jsonl"))
+        await send_letters(log, STORE, [BadLine(3, b"zz", "unknown key 'a'")], Path("monday.jsonl"))
+        found = await read_letters(log)
+        assert [one.reason for one in found] == [
+            "monday.jsonl line 3: not valid JSON", "monday.jsonl line 7: not a JSON object",
+            "tuesday.jsonl line 3: not valid JSON", "monday.jsonl line 3: unknown key 'a'",
+        ]  # fmt: skip
+
+    asyncio.run(body())

@@ -1,17 +1,23 @@
 """Bounds of losses where a single token is far off: what it weighs, and what metrics say of it."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from rollstream.learner.algorithms.base import Counts
+from rollstream.learner.algorithms.base import BatchView, Counts, Member, Row
 from rollstream.learner.algorithms.builtin.dppo import Dppo
 from rollstream.learner.algorithms.builtin.gspo import Gspo
+from rollstream.learner.algorithms.builtin.kto import reference_point
 from rollstream.learner.algorithms.builtin.mix import Mix
 from rollstream.learner.algorithms.builtin.opd import Opd
+from rollstream.learner.algorithms.builtin.reinforce_pp import ReinforcePp
 from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, TokenBatch
 from rollstream.schemas.algorithms import DppoSettings, GspoSettings, MixSettings, OpdSettings
+from rollstream.schemas.policy_gradient import ReinforcePpSettings
+from rollstream.schemas.settings import NEWEST_REVISION
 
 
 def batch(behaviour: list[float], advantages: list[float], **columns: Any) -> TokenBatch:
@@ -68,3 +74,41 @@ def test_a_token_without_an_advantage_is_not_counted_as_masked(revision: int, sh
     found = Dppo().loss(tokens, DppoSettings())
     metrics = Dppo().metrics({name: float(value) for name, value in found.sums.items()}, Counts(2, 1, 0))
     assert metrics["clip/divergence"] == share
+
+
+def sampled_rows(far: float) -> BatchView:
+    """Eight rollouts of a group, whose engine has given one token a log-probability that is `far` off."""
+    rng = np.random.default_rng(0)
+    rows: list[Row] = []
+    for index in range(8):
+        reference = (-1 - rng.random(20)).astype(np.float32)
+        logprobs = reference + np.float32(0.05)
+        if index == 0:
+            logprobs[10] -= np.float32(far)
+        ids = np.arange(20, dtype=np.int32)
+        rows.append(Row(ids, np.arange(20) > 4, logprobs, member=index, scores={"reference": reference}))
+    return BatchView(rows, [Member(agent="a", reward=float(index % 2)) for index in range(8)])
+
+
+def test_one_recorded_token_far_off_leaves_the_advantages_of_other_rollouts() -> None:
+    settings = ReinforcePpSettings(kl_coefficient=0.01)
+
+    def others(far: float, revision: int = NEWEST_REVISION) -> float:
+        prepared = ReinforcePp().prepare(replace(sampled_rows(far), revision=revision), settings)
+        return float(np.mean([np.abs(values).mean() for values in prepared.advantages[1:]]))
+
+    assert others(9999.0) > 0.8 * others(0.0)
+    assert others(9999.0) == pytest.approx(others(MAX_LOG_RATIO + 1), rel=1e-3)
+    assert others(9999.0, revision=10) < 0.4 * others(0.0), "a recorded job trains as it did"
+    assert others(19.0) == others(19.0, revision=10), "a log-ratio within the bounds is as it was, bit by bit"
+
+
+def test_one_recorded_token_far_off_leaves_the_reference_point_above_0() -> None:
+    def point(far: float, revision: int = NEWEST_REVISION) -> float:
+        return reference_point(replace(sampled_rows(far), revision=revision))
+
+    expected = 15 * 0.05
+    assert point(0.0) == pytest.approx(expected, rel=1e-4)
+    assert point(4.0) == point(4.0, revision=10) == pytest.approx(expected - 4 / 8, rel=1e-3)
+    assert point(-9999.0) == pytest.approx(expected + 20 / 8, rel=1e-2)
+    assert point(-9999.0, revision=10) == pytest.approx(1250, rel=1e-2), "a recorded job trains as it did"

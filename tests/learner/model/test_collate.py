@@ -133,3 +133,16 @@ def test_sequences_without_log_probabilities_are_left_out_where_they_are_needed_
     (found,) = collate.rows_of(trajectory(known, unknown), needs_logprobs=True)
     assert found.token_ids.tolist() == [1, 2]
     assert len(collate.rows_of(trajectory(known, unknown), needs_logprobs=False)) == 2
+
+
+def test_a_row_is_as_long_as_what_is_computed_of_it() -> None:
+    """A tree leaves out what predicts nothing, so one of 5 tokens needs 4 positions there."""
+    for limit, shares in ((5, False), (4, True)):
+        collate.check_lengths([row(5).row], limit, lambda _: "x", shares=shares)
+        with pytest.raises(
+            DecodeError, match=rf"x is computed from {limit} tokens, .* or a shorter algorithm\.context$"
+        ):
+            collate.check_lengths(
+                [row(5).row], limit - 1, lambda _: "x", shares=shares, shorten="a shorter algorithm.context"
+            )
+    collate.check_lengths([row(5).row], None, lambda _: "x", shares=False)

@@ -19,17 +19,19 @@ from rollstream.learner.algorithms.builtin.dpo import Dpo
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.learner.model import tree_attention
-from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget, is_out_of_memory
+from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.step import train_batch
-from rollstream.schemas.algorithms import DpoSettings, GrpoSettings
-from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.algorithms import CustomSettings, DpoSettings, GrpoSettings
+from rollstream.schemas.errors import ModelError, RunFailedError, is_out_of_memory
 from rollstream.schemas.events import JobFailed, JobSucceeded, StepTrained, WeightsPublished
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
+from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
 from tests.learner.model.test_step import rows
 from tests.rigs.runs.retrained import assert_retrained, steps_of
+from tests.rigs.toy_cispo import Cispo
 
 SKIPPED = "optimizer/skipped_steps"
 
@@ -117,6 +119,29 @@ def test_memory_that_runs_out_halves_the_micro_batches_and_replays_so(
         without = {version: step.model_copy(update={"micro_batch_tokens": ()}) for version, step in steps.items()}
         with pytest.raises(AssertionError):  # so the division does decide bits
             await assert_retrained(lab, job, without)
+
+    asyncio.run(scenario())
+
+
+def test_memory_that_runs_out_in_the_loss_of_a_users_algorithm_halves_the_micro_batches(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Cispo.loss
+
+    def loss(self: Cispo, tokens: TokenBatch, settings: Any) -> Losses:
+        if len(tokens.lengths_B) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return plain(self, tokens, settings)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(Cispo, "loss", loss)
+        name = "python:tests.rigs.toy_cispo.Cispo"
+        job = await lab.submit(num_versions=1, algorithm=CustomSettings(name=name))
+        await lab.plan(job, 1)
+        await lab.work(lab.has(JobSucceeded), lab.worker(permissions=Permissions.of([f"model:{lab.model}", name], {})))
+        (step,) = (await steps_of(lab)).values()
+        assert step.micro_batch_tokens
+        assert step.num_optimizer_steps == 1
 
     asyncio.run(scenario())
 
@@ -230,7 +255,7 @@ def test_memory_that_runs_out_as_a_tree_is_tried_is_not_taken_for_a_model_withou
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
     monkeypatch.setattr(tree_attention, "hidden_states", hidden_states)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(ModelError, match=r"does not fit into memory \(CUDA out of memory"):
         PolicyModel(ModelSettings(path=str(tiny_model), device="cpu"), seed=0)
 
 
@@ -264,6 +289,14 @@ def test_other_errors_are_not_taken_for_want_of_memory() -> None:
     with pytest.raises(RuntimeError, match="shape mismatch"):
         MicroBatchBudget(64).run(work, 8)
     assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError())
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+
+    class Unreadable(RuntimeError):
+        def __str__(self) -> str:
+            raise SystemExit(3)
+
+    assert not is_out_of_memory(Unreadable())
 
 
 @pytest.mark.parametrize("revision", [5, 9])

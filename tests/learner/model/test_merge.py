@@ -1,5 +1,6 @@
 """A version as a whole model, over the architectures that users train: equal to base and adapter together."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from rollstream.learner.model.export import export_merged
+from rollstream.learner.model.export import export_merged, export_model
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.errors import ModelError
@@ -159,6 +160,23 @@ def test_the_sum_is_stored_in_the_type_of_the_base_model(tmp_path: Path, tiny: P
     export_merged(published(policy, tmp_path / "weights"), tmp_path / "weights", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert {value.dtype for value in merged.state_dict().values()} == {torch.bfloat16}
+
+
+def test_a_base_model_below_the_home_folder_is_found_by_every_export(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tiny.parent))
+    for lora in (LORA, None):
+        policy = trained(Path(f"~/{tiny.name}"), lora)
+        version = published(policy, tmp_path / "weights")
+        for export in (export_model, export_merged):
+            folder = tmp_path / f"{export.__name__}-{policy.weights_format}"
+            export(version, tmp_path / "weights", folder)
+            assert AutoTokenizer.from_pretrained(folder).eos_token is not None
+    adapter = json.loads((tmp_path / "export_model-lora" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tiny)
+    for name in ("export_model-full", "export_merged-full", "export_merged-lora"):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.vocab_size
 
 
 @pytest.mark.parametrize(

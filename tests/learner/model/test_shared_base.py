@@ -5,19 +5,25 @@ import gc
 import logging
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from rollstream.learner.model.loading import SHARED_BASES, can_share, described_bases, why_apart
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.learner.worker import Worker
+from rollstream.producers.engines.model_cache import ModelCache
 from rollstream.schemas.events import JobSubmitted, JobSucceeded, StepTrained
+from rollstream.schemas.services import TransformersSettings
 from rollstream.schemas.settings import LoraSettings, ModelSettings, OptimizerSettings
 from tests.learner.conftest import Lab
+from tests.producers.engines import engine_rig
 
 CPU = torch.device("cpu")
 
@@ -47,6 +53,26 @@ def test_adapters_share_their_base_model_and_nothing_else(folder: Path) -> None:
     assert other.weights_bytes() == alone.weights_bytes()
     ids = torch.tensor([[3, 5, 7]])
     assert torch.equal(other.module(input_ids=ids).logits, alone.module(input_ids=ids).logits)
+
+
+def test_an_engine_and_a_learner_that_load_models_in_threads_leave_tied_weights_tied(folder: Path) -> None:
+    """Two loads at once would leave transformers' `tie_weights` without effect for the rest of the process."""
+    original = PreTrainedModel.tie_weights
+    tensors = load_file(folder / "model.safetensors")
+
+    def learn(number: int) -> None:
+        PolicyModel(lora(folder), seed=number)
+
+    def generate(number: int) -> None:
+        ModelCache(TransformersSettings(device="cpu")).load(engine_rig.published(folder, number), tensors, "weights")
+
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for ended in [threads.submit(load, number) for number in range(20) for load in (learn, generate)]:
+                ended.result()
+        assert PreTrainedModel.tie_weights is original
+    finally:
+        PreTrainedModel.tie_weights = original
 
 
 def test_a_base_model_is_let_go_with_the_last_policy_that_holds_it(folder: Path) -> None:

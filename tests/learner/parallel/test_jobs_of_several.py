@@ -16,12 +16,13 @@ import torch
 from rollstream.eventlog import codec
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.learner.parallel.process_ranks import END, ProcessRanks, joined
-from rollstream.learner.trainer import follow
+from rollstream.learner.service import follow
 from rollstream.schemas.errors import VersionDivergedError
 from rollstream.schemas.events import (
     BatchPlanned,
     JobFailed,
     JobProgressed,
+    JobSubmitted,
     JobSucceeded,
     StepTrained,
     WeightsPublished,
@@ -106,6 +107,26 @@ async def refused(folder: Path, model: Path, ranks: ProcessRanks) -> None:
     (folder / "errors.json").write_text(json.dumps(errors))
 
 
+async def of_groups(folder: Path, model: Path, ranks: ProcessRanks, *groups: str) -> None:
+    """A job of each model group, all of them in work in turn."""
+    lab = Lab(folder, model)
+    for group in groups:
+        job = JobSubmitted(
+            run_id="run-1",
+            time_ms=1,
+            job_id=f"run-1/rl-{group}",
+            model_group=f"run-1/{group}",
+            base_version=0,
+            settings=lab.settings(**of_job(model)),
+        )
+        await lab.log.send(job)
+        await lab.plan(job, VERSIONS)
+    await lab.work(slowly(lab.has(JobSucceeded, "jobs", len(groups))), lab.worker(ranks=ranks))
+    steps = await lab.events("weights", StepTrained)
+    hashes = {group: [one.weights_sha256 for one in steps if one.model_group == f"run-1/{group}"] for group in groups}
+    (folder / "found.json").write_text(json.dumps({**hashes, "order": [one.model_group for one in steps]}))
+
+
 def several_jobs(folder: Path, model: Path) -> None:
     """One of the processes."""
     with joined() as ranks:
@@ -118,6 +139,9 @@ def several_jobs(folder: Path, model: Path) -> None:
         asyncio.run(continued(folder / "continued", model, ranks, 2))
         asyncio.run(continued(folder / "diverged", model, ranks, 3))
         asyncio.run(refused(folder / "refused", model, ranks))
+        asyncio.run(of_groups(folder / "groups", model, ranks, "provers", "verifiers"))
+        for group in ("provers", "verifiers"):
+            asyncio.run(of_groups(folder / group, model, ranks, group))
         ranks.send(END)
 
 
@@ -139,6 +163,14 @@ def test_a_job_of_two_processes_is_recorded_as_such_and_restarted_with_equal_bit
     assert set(undisturbed["checkpoints"]) == {"shards"}
     assert found_in(folder / "stopped")["hashes"] == undisturbed["hashes"]
     assert len(found_in(folder / "lora")["hashes"]) == VERSIONS
+
+
+def test_jobs_of_two_model_groups_in_turn_train_as_each_does_alone(folder: Path) -> None:
+    found = found_in(folder / "groups")
+    assert found["order"] == ["run-1/provers", "run-1/verifiers"] * VERSIONS
+    for group in ("provers", "verifiers"):
+        assert len(set(found[group])) == VERSIONS
+        assert found[group] == found_in(folder / group)[group]
 
 
 def test_one_process_trains_nearly_what_two_train(folder: Path, tmp_path: Path, tiny_model: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rollstream.learner.model import policy
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.model.ranks import whole
 from rollstream.learner.parallel.process_ranks import ProcessRanks, joined
@@ -61,8 +62,7 @@ def loaded_together(model: Path, folder: Path) -> None:
 
 def followed(ranks: ProcessRanks) -> Any:
     """Follow a command as `follow` does."""
-    command, _ = ranks.receive()
-    return ranks.together(command)
+    return ranks.together(ranks.receive().name)
 
 
 @pytest.mark.parametrize("num", [2, 4])
@@ -116,3 +116,36 @@ def test_where_one_fails_all_fail_and_load_the_next_model(
     assert [len(one) for one in raised] == [1, 1, 1], "and the second time all load"
     for rank, (message,) in enumerate(raised):
         assert message.startswith("ModelError" if rank == failing else f"RunFailedError: load: process {failing}: ")
+
+
+def lacking_memory_together(model: Path, lacking: int, results: Path) -> None:
+    """One of the processes, of which one has no memory for the first model."""
+    with joined() as ranks:
+        raised: list[str] = []
+        for lora in (None, LoraSettings(rank=2)):
+            try:
+                with (
+                    ranks.together("load") if ranks.index == 0 else followed(ranks),
+                    pytest.MonkeyPatch.context() as one,
+                ):
+                    if ranks.index == lacking and lora is None:
+                        one.setattr(policy, "load_module" if lacking == 0 else "empty_module", full)
+                    ShardedPolicy(ModelSettings(path="base", device="cpu", lora=lora), ranks, seed=7, path=str(model))
+            except RollstreamError as error:
+                raised.append(f"{type(error).__name__}: {error}")
+        (results / f"{ranks.index}.json").write_text(json.dumps(raised))
+
+
+def full(*_: Any, **options: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_where_one_has_no_memory_for_a_model_all_fail_and_load_the_next(
+    tiny_model: Path, tmp_path: Path, lacking: int
+) -> None:
+    together(2, lacking_memory_together, tiny_model, lacking, tmp_path)
+    for rank in range(2):
+        (message,) = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert message.startswith("ModelError" if rank == lacking else f"RunFailedError: load: process {lacking}: ")
+        assert "model base on cpu does not fit into memory (CUDA out of memory. Tried to allocate 20.00 GiB)" in message

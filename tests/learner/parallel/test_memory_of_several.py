@@ -11,7 +11,8 @@ import torch
 from rollstream.learner.model.policy import PolicyModel, published_sha256
 from rollstream.learner.parallel.process_ranks import END, ProcessRanks, joined
 from rollstream.learner.reading.members import check_members, fetch_records
-from rollstream.learner.trainer import JobTrainer, follow
+from rollstream.learner.service import follow
+from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled
 from rollstream.schemas.permissions import Permissions

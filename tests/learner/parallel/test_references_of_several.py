@@ -11,8 +11,8 @@ import safetensors.torch
 
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.learner.parallel.process_ranks import END, joined
+from rollstream.learner.service import follow
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.learner.trainer import follow
 from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, KtoSettings, MixSettings, OpsdSettings
 from rollstream.schemas.events import (
     JobFailed,

@@ -138,7 +138,7 @@ class Training:
     def keep(self, folder: Path, name: str) -> None:
         if self.model.ranks.index:  # rank 0 tells the others which weights it wants
             assert isinstance(self.model.ranks, ProcessRanks)
-            assert self.model.ranks.receive() == ("weights", b"")
+            assert self.model.ranks.receive() == ("weights", "", b"")
         weights = self.model.weights_bytes()
         if self.model.ranks.index == 0:
             (folder / f"{name}.safetensors").write_bytes(weights)

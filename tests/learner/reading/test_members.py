@@ -177,7 +177,7 @@ def test_a_cancelled_job_reads_nothing_ahead_any_more(lab: Any) -> None:
         assert not worker.done()
         worker.cancel()
         await asyncio.wait([worker])
-        assert [one.version for one in await lab.events("weights", StepTrained)] == [1]
+        assert not await lab.events("weights", StepTrained), "the version that it trained meanwhile is dropped"
 
     asyncio.run(scenario())
 

@@ -1,6 +1,7 @@
 """A teacher on a server: the log-probabilities of its model are recorded, and what a bad server does is named."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -263,6 +264,18 @@ def test_a_server_that_cannot_teach_is_refused_before_the_run(teacher: Path, cha
                 await asyncio.to_thread(check_teacher, algorithm, Sampling(), str(teacher), "a.algorithm.teacher")
 
     asyncio.run(scenario())
+
+
+def test_a_server_that_hangs_is_asked_once_and_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_teacher, "TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the system accepts connections; nobody answers
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ModelError) as raised:
+            ServedTeacher(url, "wise", None).logprobs([np.asarray([0, 1, 2], np.int32)])
+    assert str(raised.value) == (
+        f"teacher {url} gave no answer within 0.3 s (1 tries); check that it serves, or set algorithm.teacher_url to a "
+        "server that does"
+    )
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:9"])

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.learner.scoring.scores import by_sequence
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas import ids, tokens
@@ -28,6 +30,7 @@ from rollstream.schemas.events import (
     TrajectoryAssembled,
     WeightsPublished,
 )
+from rollstream.schemas.settings import ArtifactRef
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 
@@ -176,3 +179,27 @@ def test_a_context_without_its_inputs_names_example_and_key(
 ) -> None:
     found = failure(lab, OpsdSettings(context="It is {answer}."), inputs)
     assert f"algorithm.context: the inputs of example 'x' {reported}" in found
+
+
+def test_the_dataset_of_a_context_is_read_once_a_manifest(
+    lab: Any, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest has two groups, which are scored one after the other."""
+    num_read = Counter[str]()
+    read = ArtifactStore.read
+
+    def counted(store: ArtifactStore, artifact: ArtifactRef) -> bytes:
+        num_read[artifact.uri] += 1
+        return read(store, artifact)
+
+    monkeypatch.setattr(ArtifactStore, "read", counted)
+
+    async def scenario() -> None:
+        await begun(lab, {"answer": "42"})
+        await trained(lab, OpsdSettings(context="It is {answer}."))
+        (started,) = await lab.events("groups", RunStarted)
+        scored = await lab.events("weights", ReferenceScored)
+        assert len({one.trajectory_id.rpartition("/m")[0] for one in scored}) == 4
+        assert num_read[started.dataset.uri] == 2
+
+    asyncio.run(scenario())

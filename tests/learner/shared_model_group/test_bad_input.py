@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import Position
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.cli.job_commands import find_job
 from rollstream.learner.shared_model_group import JobStateError, SharedModelGroup
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import ConfigError, LogError
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted, TaskRequested
 from rollstream.schemas.events.recorded import RecordedRollout, RecordedStep, RecordedTokens
 from rollstream.schemas.events.rollouts import VersionSpan
@@ -151,10 +156,65 @@ def test_a_run_that_has_ended_takes_no_jobs(rig: GroupRig) -> None:
                 JobStateError, match=r"run run-1 has ended \(completed\); open the group in another run"
             ):
                 await group.create_supervised_fine_tune_job({"prover": [chat_rollout("1"), chat_rollout("2")]})
+        agents = rig.agents()
         with pytest.raises(ConfigError, match=r"run run-1 has ended \(completed\); begin another run"):
-            await rig.open()
+            await rig.open(agents)
+        async with await rig.open(agents, run_id="run-2") as other:
+            assert {agent.group for agent in agents} == {other}, "the group that failed has let go of them"
+            with pytest.raises(ConfigError, match=r"already belongs to model group players; close that group"):
+                await rig.open(agents)
+            assert {agent.group for agent in agents} == {other}
 
     asyncio.run(body())
+
+
+def test_a_run_that_has_ended_leaves_no_job_open_and_retries_none(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open() as group:
+            first = await group.create_supervised_fine_tune_job({"prover": [chat_rollout("1"), chat_rollout("2")]})
+            await group.cancel_fine_tune_job()
+            second = await group.create_supervised_fine_tune_job({"prover": [chat_rollout("3"), chat_rollout("4")]})
+            await group.end_run()
+            num_records = len(await rig.events("jobs"))
+            assert await group.wait_for_fine_tune_job(timeout=5) == "cancelled"
+            assert await group.get_fine_tune_job_error_repr() == "cancelled: the run ended"
+            for job_id in (first, second):
+                with pytest.raises(
+                    JobStateError, match=r"run run-1 has ended \(completed\); open the group in another run"
+                ):
+                    await group.retry_fine_tune_job(job_id)
+                assert (await find_job(rig.log, job_id)).status == await group.get_fine_tune_job_status(job_id)
+            await group.cancel_fine_tune_job(second)
+        assert len(await rig.events("jobs")) == num_records, "nothing is written to a run that has ended"
+
+    asyncio.run(body())
+
+
+def test_a_group_that_cannot_be_opened_has_its_agents_again_when_it_is_tried_again(rig: GroupRig) -> None:
+    async def body() -> None:
+        agents = rig.agents()
+        log = Unreachable()
+        group = SharedModelGroup(log, ArtifactStore(rig.artifact_uri), agents, run_id="run-1", group_name="players")
+        with pytest.raises(LogError, match="no broker"):
+            async with group:
+                raise AssertionError("it is open")
+        assert {agent.group for agent in agents} == {None}
+        log.is_reachable = True
+        async with group:
+            assert {agent.group for agent in agents} == {group}
+
+    asyncio.run(body())
+
+
+class Unreachable(MemoryLog):
+    """A log that takes no record until it is told to."""
+
+    is_reachable = False
+
+    async def send(self, event: Event, *, partition: int | None = None) -> Position:
+        if not self.is_reachable:
+            raise LogError("no broker")
+        return await super().send(event, partition=partition)
 
 
 def test_tokens_that_the_model_does_not_have_fail_the_job_with_the_reason(rig: GroupRig) -> None:

@@ -220,6 +220,18 @@ def test_a_deadline_counts_from_the_submission() -> None:
     assert not folded([submitted(1)]).job(job_id(1)).is_overdue(10**12)
 
 
+def test_the_end_of_the_run_cancels_the_jobs_that_are_not_over() -> None:
+    ended = RunEnded(run_id=RUN, time_ms=9, cause="completed")
+    jobs = [submitted(1), submitted(2, base=2), JobSucceeded(**common(1), final_version=2)]
+    for order in ([0, 0, 0, 1], [1, 0, 0, 0]):
+        state = folded(list(jobs), [ended], order=order)
+        assert [job.status for job in state.history] == ["succeeded", "cancelled"]
+        assert (state.job(job_id(2)).error, state.queue) == ("cancelled: the run ended", ())
+        assert state.job("run-1/nothing").status == "not_found"
+    written = JobFailed(**common(2), error="no memory")
+    assert folded([*jobs, written], [ended], order=[1, 0, 0, 0, 0]).job(job_id(2)).error == "no memory"
+
+
 def test_other_groups_and_their_jobs_change_nothing() -> None:
     other = {"run_id": RUN, "time_ms": 1, "job_id": "run-1/rl", "model_group": "run-1/policy"}
     records: list[Event] = [

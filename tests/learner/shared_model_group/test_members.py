@@ -15,8 +15,11 @@ from rollstream.learner.shared_model_group import (
     SharedModelGroup,
     SharedModelGroupState,
 )
+from rollstream.learner.shared_model_group.parameters import FineTuneOptions, job_settings
+from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
+    JobFailed,
     JobProgressed,
     JobSkipped,
     JobSubmitted,
@@ -101,7 +104,7 @@ def no_agents(rig: GroupRig) -> list[GroupAgent]:
         (agents_of_another_group, "agent prover is of model group others; it cannot be in model group players"),
         (agents_without_group, "agent prover has no shared_model_group; it cannot be in model group players"),
         (agents_with_other_ranks, "model group players: lora_rank is 64 for agent a and 8 for agent b"),
-        (agents_grouped_before, "agent prover already belongs to model group players; an agent has one group"),
+        (agents_grouped_before, "agent prover already belongs to model group players; close that group"),
         (agents_of_one_name, "model group players: two agents are called prover"),
         (no_agents, "model group players has no agents"),
     ],
@@ -214,6 +217,28 @@ def test_a_checkpoint_goes_through_json_and_back(rig: GroupRig) -> None:
     asyncio.run(body())
 
 
+def test_a_restored_group_switches_to_the_model_of_its_own_job(rig: GroupRig) -> None:
+    """The checkpoint is of the time before the first switch; a second one has followed it."""
+
+    async def body() -> None:
+        async with await rig.open() as group:
+            first = await group.create_supervised_fine_tune_job(SFT)
+            before = after = group.get_state()
+            for version in (1, 2):
+                assert group.fine_tune_job_id is not None
+                await finish(rig, group.fine_tune_job_id, version)
+                assert await group.switch_to_next_model() == f"{GROUP}@{version}"
+                after = group.get_state()
+                await group.create_supervised_fine_tune_job(SFT)
+            group.set_state(before)
+            assert await group.switch_to_next_model() == await group.switch_to_next_model() == f"{GROUP}@1"
+            assert group.get_state() == SharedModelGroupState(first, f"{GROUP}@1")
+            group.set_state(after)
+            assert await group.switch_to_next_model() == f"{GROUP}@2"
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "message"),
     [
@@ -289,3 +314,70 @@ def test_a_job_past_its_deadline_is_cancelled(rig: GroupRig) -> None:
 def test_params_of_agents_are_checked_by_name() -> None:
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
         SharedAgentParams(model_name="m", lora_ranks=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 3.0), ({"dual_clip": None}, None), ({"dual_clip": 5.0}, 5.0)])
+def test_rl_jobs_have_the_dual_clip_of_new_runs_unless_the_options_say_another(
+    given: dict[str, Any], expected: float | None
+) -> None:
+    options = FineTuneOptions(grpo=GrpoSettings(**given), mini_batches=2)
+    settings = job_settings(SharedAgentParams(model_name="m", use_lora=False), options, "rl", 1)
+    assert settings.algorithm == GrpoSettings(dual_clip=expected, mini_batches=2)
+
+
+@pytest.mark.parametrize("is_progress_known", [True, False])
+def test_a_retry_knows_a_version_that_came_after_the_attempt_before_it(rig: GroupRig, is_progress_known: bool) -> None:
+    """The job is cancelled while its second batch is trained, and retried before that is published."""
+
+    async def publish(job_id: str, version: int) -> None:
+        common: dict[str, Any] = {"run_id": RUN, "time_ms": 1, "job_id": job_id, "model_group": GROUP}
+        of_batch: dict[str, Any] = (
+            {"batch_id": f"{job_id}/b{version}", "parent": version - 1}
+            if version
+            else {"batch_id": None, "parent": None}
+        )
+        await rig.log.send(
+            WeightsPublished(
+                **common, **of_batch, version=version, term=1, weights_sha256="0" * 64, weights_format="full",
+                base_model="m", artifact=ArtifactRef(uri="00/0", sha256="0" * 64, size_bytes=1),
+            )
+        )  # fmt: skip
+        if version and (version < 2 or is_progress_known):
+            await rig.log.send(JobProgressed(**common, version=version, percent=10.0))
+
+    async def body() -> None:
+        async with await rig.open(batch_size=2) as group:
+            first = await group.create_supervised_fine_tune_job({"prover": [chat_rollout(str(n)) for n in range(6)]})
+            await publish(first, 0)
+            await publish(first, 1)
+            await group.cancel_fine_tune_job()
+            second = await group.retry_fine_tune_job()
+            await publish(first, 2)
+            await rig.log.send(
+                JobFailed(run_id=RUN, time_ms=1, job_id=second, model_group=GROUP, error="another job has published")
+            )
+            third = await group.retry_fine_tune_job()
+            submitted = {job.job_id: job for job in await rig.events("jobs", JobSubmitted)}
+            found = [submitted[one] for one in (first, second, third)]
+            ranges = [(one.base_version, one.fine_tune.first_batch, one.settings.num_versions) for one in found]
+            assert ranges == [(0, 0, 3), (1, 1, 2), (2, 2, 1)], "each batch is trained once"
+
+    asyncio.run(body())
+
+
+def test_attempts_are_counted_from_the_newest_one_whichever_is_named(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open() as group:
+            first = await group.create_supervised_fine_tune_job(SFT)
+            attempts = [first]
+            for named in (first, first, f"{first}-r1"):
+                await group.cancel_fine_tune_job()
+                attempts.append(await group.retry_fine_tune_job(named))
+                assert await group.get_fine_tune_job_status() == "pending"
+                assert await group.retry_fine_tune_job(named) == attempts[-1], "it is open"
+            assert attempts == [first, f"{first}-r1", f"{first}-r2", f"{first}-r3"]
+            await finish(rig, attempts[-1], 1)
+            assert await group.retry_fine_tune_job(first) == attempts[-1], "it has succeeded"
+            assert [job.job_id for job in group.jobs] == attempts
+
+    asyncio.run(body())

@@ -170,7 +170,8 @@ class Events:
         run_id = f"run-{self._random.randrange(RUNS)}"
         row = {"run_id": run_id, "model_group": f"{run_id}/policy", "term": self._random.randrange(3)}
         batch_id = f"{run_id}/rl/b{self._random.randrange(6):06d}"
-        yield "step_trained", row | {"version": self._random.randrange(5), "batch_id": batch_id}
+        job_id = f"{run_id}/{self._random.choice(('rl', 'next'))}"
+        yield "step_trained", row | {"version": self._random.randrange(5), "job_id": job_id, "batch_id": batch_id}
 
     def _rare(self) -> Iterator[tuple[str, Any]]:
         run_id = f"run-{self._random.randrange(RUNS)}"

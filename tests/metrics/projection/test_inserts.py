@@ -1,6 +1,8 @@
 """Rows go into their tables as one JSON text, and come out as they were."""
 
+import asyncio
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,16 @@ from hypothesis import strategies as st
 
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.log import Record
+from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.metrics.projection.columns import read_sql
-from rollstream.metrics.projection.database import Database
+from rollstream.metrics.projection.database import Database, connect
 from rollstream.metrics.projection.inserts import ROWS_AT_ONCE, inserts_into
-from rollstream.metrics.projection.projector import project
-from rollstream.schemas.events import ReferenceScored, TrajectoryRejected
+from rollstream.metrics.projection.projector import project, project_to_end
+from rollstream.schemas.base import Event
+from rollstream.schemas.events import ReferenceScored, StepRecorded, StepTrained, TrajectoryRejected
+from rollstream.schemas.events.rollouts import LLMCall, Prefix
 from rollstream.schemas.events.weights import Scorer
-from rollstream.schemas.tokens import encode_floats
+from rollstream.schemas.tokens import encode_floats, encode_ids
 
 INTS = st.none() | st.integers(-(2**63), 2**63 - 1)
 TEXTS = st.none() | st.text()
@@ -62,7 +67,7 @@ def test_a_row_comes_out_as_it_was(inserted: Any, rows: list[dict[str, Any]]) ->
 def test_json_and_maps_come_out_as_they_were(inserted: Any, metrics: dict[str, float], value: str) -> None:
     tables, _ = read_sql()
     empty = dict.fromkeys(inserts_into(tables)["step_trained"].columns)
-    keys = {"batch_id": "b", "model_group": "g", "term": 1, "version": 1}
+    keys = {"batch_id": "b", "job_id": "j", "model_group": "g", "term": 1, "version": 1}
     text = orjson.dumps(metrics).decode()
     (row,) = inserted("step_trained", [{**empty, **keys, "metrics": text, "seconds": "{}"}])
     assert (row["metrics"], row["seconds"]) == (metrics, {})
@@ -114,6 +119,42 @@ def test_an_integer_that_no_column_can_hold_is_the_largest_and_stops_no_projecti
         database.close()
     most = 2**63 - 1
     assert found == 2 * [[[(1, 2**62), (most, 2**62), (3, most)], [(most,)], [(None,)]]]
+
+
+def enlarged(event: Event) -> Event:
+    """The event as a foreign run's, with counts that no column or sum can hold."""
+    text = event.model_dump_json().replace("demo-000001", "foreign")
+    for name in ("num_tokens", "num_completion_tokens", "num_dead_tokens", "num_without_logprobs"):
+        text = re.sub(rf'"{name}":\d+', f'"{name}":{2**63 - 1}', text)
+    changed = type(event).model_validate_json(text)
+    if isinstance(changed, StepTrained):
+        changed = changed.model_copy(update={"metrics": {**changed.metrics, "staleness/tokens_0": 1e300}})
+    return changed
+
+
+def test_one_record_with_huge_counts_fails_no_view_for_other_runs(tmp_path: Path, synthetic: Any) -> None:
+    found: list[Event] = list(synthetic.all_events())
+    base = {"run_id": "foreign", "time_ms": 1, "group_id": "foreign/rl/e00000/t00000", "uuid": "u", "agent": "a"}
+    lengths = (2**64 - 1, 2**63 - 2, 3)
+    for index, length in enumerate(lengths, 1):
+        prefix = Prefix(step_index=index - 1, length=length, sha256="s")
+        call = LLMCall(prompt_ids=encode_ids([0]), completion_ids=encode_ids([0]), prefix=prefix)
+        rollout_id = "foreign/rl/e00000/t00000/m9/a0"
+        found.append(StepRecorded(**base, rollout_id=rollout_id, step_index=index, event_type="LLM_END", llm=call))
+    log = MemoryLog(num_partitions=2)
+    asyncio.run(log.send_all([*found, *map(enlarged, found)]))
+    asyncio.run(project_to_end(log, tmp_path / "metrics.duckdb"))
+    with connect(tmp_path / "metrics.duckdb", read_only=True) as connection:
+        asked = "SELECT view_name FROM duckdb_views() WHERE NOT internal AND schema_name = 'main'"
+        views = [name for (name,) in connection.execute(asked).fetchall()]
+        for view in views:
+            connection.execute(f"SELECT * FROM {view}").fetchall()
+        totals = dict(connection.execute("SELECT run_id, max(num_tokens) FROM groups GROUP BY run_id").fetchall())
+        prompts = connection.execute("SELECT num_prompt_tokens FROM prompts WHERE run_id = 'foreign'").fetchall()
+    assert len(views) > 20
+    assert totals["foreign"] == 2**63 - 1
+    assert 0 < totals["demo-000001"] < 1000
+    assert {(2**63 - 1,), (4,)} <= set(prompts)
 
 
 def test_scores_with_a_part_that_has_no_mean_have_none(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rollstream.schemas.events import (
 )
 from rollstream.schemas.events.training import BatchMember, MemberRef, RejectionCause
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
-from tests.metrics.conftest import empty_file
+from tests.metrics.conftest import answers, empty_file
 
 RUN, MAIN, BESIDE = "run-1", "run-1/rl", "run-1/rl-verifiers"
 AGENTS = {"prover": f"{RUN}/provers", "verifier's": f"{RUN}/verifiers"}
@@ -129,17 +129,6 @@ def test_members_and_staleness_are_those_of_the_job_that_trains_them(tmp_path: P
     assert staleness == [(f"{RUN}/provers", 1, 0.0), (f"{RUN}/verifiers", 1, 1.0)]
 
 
-def rows_of(tmp_path: Path, found: list[Event], *queries: str) -> list[list[Any]]:
-    async def scenario() -> list[list[Any]]:
-        log, file = MemoryLog(num_partitions=2), empty_file(tmp_path)
-        await log.send_all(found)
-        await project_to_end(log, file)
-        with connect(file, read_only=True) as connection:
-            return [connection.execute(query).fetchall() for query in queries]
-
-    return asyncio.run(scenario())
-
-
 def test_a_job_beside_has_its_epochs_and_validations_with_the_rewards_of_its_own_agents(tmp_path: Path) -> None:
     made = events()
     (closed,) = [event for event in made if isinstance(event, GroupClosed)]
@@ -151,7 +140,7 @@ def test_a_job_beside_has_its_epochs_and_validations_with_the_rewards_of_its_own
     )
     void = silent.model_copy(update={"group_id": ids.group_id(RUN, "rl", 0, 4), "purpose": "train"})
     epoch = EpochStarted(run_id=RUN, time_ms=1, job_id=MAIN, epoch=0)
-    epochs, validations = rows_of(
+    epochs, validations = answers(
         tmp_path,
         [*made, epoch, one, silent, two, void],
         "SELECT job_id, state, groups, avg_reward, zero_variance_groups, started_at IS NULL FROM epochs ORDER BY 1",
@@ -164,7 +153,7 @@ def test_a_job_beside_has_its_epochs_and_validations_with_the_rewards_of_its_own
 
 def test_the_rewards_of_a_frozen_model_group_count_in_no_job(tmp_path: Path) -> None:
     made = [event for event in events() if not (isinstance(event, JobStarted) and event.job_id == BESIDE)]
-    (found,) = rows_of(tmp_path, made, "SELECT agent, job_id, count(*) FROM log.members GROUP BY ALL ORDER BY ALL")
+    (found,) = answers(tmp_path, made, "SELECT agent, job_id, count(*) FROM log.members GROUP BY ALL ORDER BY ALL")
     assert found == [("prover", MAIN, 2), ("verifier's", None, 2)]
 
 
@@ -177,8 +166,11 @@ def test_a_rejected_trajectory_is_wasted_though_another_agents_of_the_same_rollo
     ]
     plan = next(event for event in made if isinstance(event, BatchPlanned))
     made[made.index(plan)] = plan.model_copy(update={"members": plan.members[:1]})
+    closed = next(event for event in made if isinstance(event, GroupClosed))
+    unknown = closed.members[0].model_copy(update={"num_without_logprobs": 2})
+    made[made.index(closed)] = closed.model_copy(update={"members": (unknown, *closed.members[1:])})
     causes: list[tuple[str, str, str, RejectionCause]] = [
-        (first, "verifier's", BESIDE, "zero_variance"),
+        (first, "verifier's", BESIDE, "no_logprobs"),
         (second, "verifier's", BESIDE, "zero_variance"),
         (second, "prover", MAIN, "left_over"),
     ]
@@ -193,7 +185,7 @@ def test_a_rejected_trajectory_is_wasted_though_another_agents_of_the_same_rollo
         run_id=RUN, time_ms=5, model_group=AGENTS["prover"], job_id=MAIN, batch_id=plan.batch_id, epoch=0, version=1,
         term=1, weights_sha256="0" * 64, num_optimizer_steps=1, metrics={}, seconds={},
     )  # fmt: skip
-    outcomes, wasted = rows_of(
+    outcomes, wasted = answers(
         tmp_path,
         [*started, *made, *rejected, trained],
         "SELECT outcome, tokens FROM outcomes ORDER BY rollout_id",
@@ -202,8 +194,8 @@ def test_a_rejected_trajectory_is_wasted_though_another_agents_of_the_same_rollo
     assert outcomes == [("trained", 10), ("rejected", 10)]
     assert wasted == [
         ("left_over", "rejected", 1, 5),
+        ("no_logprobs", "trained", 1, 7),
         ("zero_variance", "rejected", 1, 5),
-        ("zero_variance", "trained", 1, 5),
     ]
 
 
@@ -214,9 +206,9 @@ def test_an_agent_may_have_a_name_that_json_paths_give_a_meaning_to(tmp_path: Pa
     made = [
         event.model_copy(update={"rollout": rollout}) if isinstance(event, JobStarted) else event for event in events()
     ]
-    (found,) = rows_of(tmp_path, made, "SELECT agent, job_id FROM log.agent_jobs ORDER BY job_id = 'run-1/rl' DESC")
+    (found,) = answers(tmp_path, made, "SELECT agent, job_id FROM log.agent_jobs ORDER BY job_id = 'run-1/rl' DESC")
     assert found == [("prover", MAIN), (name, BESIDE)]
-    assert rows_of(tmp_path, made, "SELECT count(*) FROM epochs", "SELECT count(*) FROM wasted_tokens")
+    assert answers(tmp_path, made, "SELECT count(*) FROM epochs", "SELECT count(*) FROM wasted_tokens")
 
 
 def test_a_trajectory_that_waits_is_not_wasted_because_another_agents_was_rejected(tmp_path: Path) -> None:
@@ -234,7 +226,7 @@ def test_a_trajectory_that_waits_is_not_wasted_because_another_agents_was_reject
         )
         for rollout in rollouts
     ]  # fmt: skip
-    wasted, outcomes = rows_of(
+    wasted, outcomes = answers(
         tmp_path,
         [*started, *made, *rejected],
         "SELECT cause, num_rollouts, num_tokens FROM wasted_tokens",

@@ -75,3 +75,19 @@ def test_a_step_took_the_time_between_its_timestamps_if_its_beginning_was_measur
         value = orjson.dumps(kept["value"] | times)
         ((_, row),) = rows_of(decode(Record(kept["topic"], 0, 7, kept["key"].encode(), value, (), 1)))
         assert row["seconds"] == seconds
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"question": "x" * 985}, {"question": "x" * 985}),
+        ({"question": "x" * 2000, "answer": 7}, {"question": "x" * 400, "answer": 7}),
+        ({"texts": ["y" * 900] * 5, "n": {"z": "y" * 500}}, {"texts": ["y" * 100] * 5, "n": {"z": "y" * 100}}),
+        ({"numbers": list(range(1000))}, None),
+    ],
+)
+def test_inputs_of_a_task_are_json_whatever_their_length(inputs: dict[str, Any], expected: Any) -> None:
+    kept = json.loads((GOLDEN / "task_requested.v1.json").read_text(encoding="utf-8"))
+    value = orjson.dumps(kept["value"] | {"inputs": inputs})
+    ((_, row),) = rows_of(decode(Record(kept["topic"], 0, 7, kept["key"].encode(), value, (), 1)))
+    assert (row["inputs"] and json.loads(row["inputs"])) == expected

@@ -251,3 +251,39 @@ def test_waiting_for_a_checkpoint_counts_against_the_limit_of_time(tmp_path: Pat
         asyncio.run(lanes.run("SELECT 1", Limits(10, 0.3)))
     assert result_of(json.loads(asyncio.run(lanes.run("SELECT 1", Limits(10, WAIT_S))))).rows == ((1,),)
     database.close()
+
+
+ZONE_PROGRAM = """
+import sys
+from pathlib import Path
+
+import duckdb
+
+from rollstream.metrics.projection.database import Database
+from rollstream.metrics.sql.client import query
+from rollstream.metrics.sql.formats import to_parquet
+
+assert duckdb.sql("SELECT current_setting('TimeZone')").fetchall() == [("Asia/Tokyo",)]
+path = Path(sys.argv[1]) / "metrics.duckdb"
+Database(path).close()
+found = query(path.parent, sys.argv[2])
+print(found.rows[0])
+path.with_name("result.parquet").write_bytes(to_parquet(found))
+"""
+
+
+def test_now_and_dates_are_those_of_utc_whatever_the_time_zone_of_the_machine(tmp_path: Path) -> None:
+    sql = (
+        "SELECT round(epoch(now()::TIMESTAMP) - epoch(now())) = 0 AS is_now, current_date = now()::DATE AS today, "
+        "epoch_ms(0) = TIMESTAMPTZ '1970-01-01 00:00:00+00' AS began, TIMESTAMPTZ '1970-01-01 00:00:00+00' AS at"
+    )
+    environment = os.environ | {"TZ": "Asia/Tokyo", "HOME": str(tmp_path)}
+    child = subprocess.run(
+        [sys.executable, "-c", ZONE_PROGRAM, str(tmp_path), sql], env=environment, capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.strip() == "(True, True, True, '1970-01-01 00:00:00+00:00')"
+    with duckdb.connect() as connection:
+        written = connection.execute(f"SELECT epoch(\"at\") FROM '{tmp_path / 'result.parquet'}'").fetchall()
+    assert written == [(0.0,)]
+    assert not (tmp_path / ".duckdb").exists(), "an extension was fetched"

@@ -14,7 +14,9 @@ from click.testing import CliRunner
 
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.log import Record
+from rollstream.harness.cli.inspect import plot as plot_command
 from rollstream.harness.cli.inspect import sql as sql_command
+from rollstream.harness.cli.main import one_line
 from rollstream.learner.untrained import OUTCOMES
 from rollstream.metrics.plot import moving_mean, plot_run
 from rollstream.metrics.projection.database import Database
@@ -112,6 +114,22 @@ def test_parquet_keeps_types_and_values(tmp_path: Path) -> None:
     assert (str(row[1]), row[3], row[4], row[6]) == ("2026-01-02 03:04:05.250000", [1, None], True, None)
 
 
+@pytest.mark.parametrize(
+    ("sql", "kind", "value"),
+    [
+        ("SELECT sum(n) FROM (VALUES (9007199254740992), (1)) AS t(n)", "BIGINT", 9007199254740993),
+        ("SELECT -9223372036854775808::HUGEINT - 1", "DECIMAL(38,0)", -9223372036854775809),
+        ("SELECT 170141183460469231731687303715884105727::HUGEINT", "VARCHAR", str(2**127 - 1)),
+        ("SELECT NULL::HUGEINT", "BIGINT", None),
+    ],
+)
+def test_parquet_has_every_digit_of_a_sum(sql: str, kind: str, value: Any, tmp_path: Path) -> None:
+    result = asked(tmp_path, sql)
+    with duckdb.connect() as connection:
+        found = _read(connection, tmp_path / "a.parquet", to_parquet(result))
+        assert ([str(one) for one in found.types], found.fetchall()) == ([kind], [(value,)])
+
+
 def test_json_and_blobs_inside_other_types_are_those_of_the_query(tmp_path: Path) -> None:
     sql = (
         "SELECT ['{\"a\": 1}'::JSON, NULL] AS l, {'u': '[1]'::JSON, 'b': '\\xAA\\xBB'::BLOB} AS s, "
@@ -182,6 +200,20 @@ def test_a_run_is_drawn(tmp_path: Path, synthetic: Any) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 20_000
     assert len(query(tmp_path, "SELECT * FROM epoch_summary").rows) == 12
+
+
+def test_a_full_disk_is_reported_with_the_file_and_the_remedy(tmp_path: Path, synthetic: Any) -> None:
+    synthetic.num_epochs = 2
+    fill(tmp_path, synthetic)
+    workspace = ["--workspace", str(tmp_path)]
+    for command, options in (
+        (sql_command, ["SELECT 1", "--output", "/dev/full"]),
+        (plot_command, [synthetic.run_id, "-o", "/dev/full"]),
+    ):
+        error = CliRunner().invoke(command, [*options, *workspace]).exception
+        assert error is not None
+        message = "/dev/full: No space left on device; free some space there, or write to another disk"
+        assert one_line(error) == message
 
 
 def test_a_run_that_is_not_known_is_named_with_those_that_are(tmp_path: Path, synthetic: Any) -> None:

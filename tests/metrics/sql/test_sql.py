@@ -317,6 +317,15 @@ def test_a_file_in_use_by_another_process_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_service_that_answers_in_its_container_only_is_to_be_asked_there(tmp_path: Path) -> None:
+    with held(tmp_path, 60):
+        (tmp_path / "metrics.json").write_text(json.dumps({"port": 9, "pid": 1}))
+        (tmp_path / "sql.token").write_text("t" * 64)
+        with pytest.raises(QueryError, match=r"in use .* in another container, .*`docker compose exec metrics rollstr"):
+            query(tmp_path, "SELECT 1")
+
+
+@pytest.mark.slow
 def test_a_file_that_is_let_go_of_in_a_moment_is_waited_for(tmp_path: Path) -> None:
     with held(tmp_path, 0.5):
         assert query(tmp_path, "SELECT 1").rows == ((1,),)

@@ -148,6 +148,22 @@ def test_a_run_without_a_sign_of_life_is_ended_by_the_time_of_anothers_groups(pa
     assert set(partition.state.runs) == {"run-1", "run-3"}
 
 
+def test_a_what_if_whose_process_was_killed_is_abandoned_like_any_run(partition, pick):
+    partition.start_run("busy")
+    partition.start_job("busy", tasks_per_epoch=6, num_generations=2)
+    tasks = pick(TaskRequested, partition.start_epoch(0, "busy"))
+    started = partition.records[0].event
+    update = {"run_id": "left", "idle_timeout_s": 8.0, "is_what_if": True}
+    partition.write(started.model_copy(update=update))
+    steps = StepsRange(partition=0, first_offset=0, last_offset=0)
+    ends = [
+        pick(RunEnded, partition.close(task, [0.0, 1.0], time_ms=1_000 + 2_000 * number, steps_at=steps))
+        for number, task in enumerate(tasks)
+    ]
+    assert [(end.run_id, end.cause) for found in ends for end in found] == [("left", "abandoned")]
+    assert set(partition.state.runs) == {"busy"}
+
+
 def test_times_that_no_partition_told_abandon_no_run(partition, pick):
     (task,) = partition.start(tasks_per_epoch=1, num_generations=2)
     partition.start_run("run-2", idle_timeout_s=10.0)

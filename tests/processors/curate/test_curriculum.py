@@ -12,12 +12,14 @@ from rollstream.processors.curate.curriculum import (
     Kept,
     begin,
     choose,
+    continue_permutation,
     epoch_permutation,
     epochwise_filter,
     expand,
     included,
     share_of,
 )
+from rollstream.schemas.ids import derive_seed
 from rollstream.schemas.settings import CurriculumSettings
 
 ON = CurriculumSettings(enabled=True)
@@ -132,6 +134,48 @@ def test_every_epoch_permutation_has_every_example_once_and_goes_on_over_epochs(
         assert sorted(whole[first : first + num]) == sorted(examples)
 
 
+@given(st.integers(1, 12), st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), max_size=6), st.integers(0, 5))
+def test_a_permutation_that_is_used_again_changes_no_choice(num, asked, seed):
+    examples = [f"x{i}" for i in range(num)]
+    newest = None
+    for start, count in asked:
+        chosen, newest = continue_permutation(examples, start, count, seed, newest)
+        turns = (start + count) // num + 1
+        whole = [
+            name
+            for turn in range(turns)
+            for name in sorted(examples, key=lambda name, turn=turn: (derive_seed(seed, "walk", turn, name), name))
+        ]
+        assert chosen == whole[start : start + count]
+    other = [f"y{i}" for i in range(num)]
+    assert set(continue_permutation(other, 0, num, seed, newest)[0]) == set(other)
+
+
+class Hashed(str):
+    """A name that counts how often names were hashed."""
+
+    num_hashed = 0
+
+    def __str__(self):
+        Hashed.num_hashed += 1
+        return super().__str__()
+
+    def encode(self, *args, **options):
+        Hashed.num_hashed += 1
+        return super().encode(*args, **options)
+
+
+def test_epochs_of_one_turn_hash_the_dataset_once(partition):
+    num_examples, num_epochs = 200, 60
+    partition.dataset = {Hashed(f"x{number:03d}"): {} for number in range(num_examples)}
+    Hashed.num_hashed = 0
+    partition.start_run()
+    partition.start_job(tasks_per_epoch=5, num_epochs=num_epochs)
+    asked = [task.example_id for epoch in range(num_epochs) for task in partition.start_epoch(epoch)]
+    assert asked == epoch_permutation(sorted(partition.dataset), 0, 300, derive_seed(7, "run-1/rl", "curriculum"))
+    assert Hashed.num_hashed <= 2 * 2 * num_examples, "two turns, and those of this test"
+
+
 def test_epoch_permutations_differ():
     examples = [f"x{i}" for i in range(20)]
     assert epoch_permutation(examples, 0, 20, 1) != epoch_permutation(examples, 20, 20, 1)
@@ -177,6 +221,17 @@ def test_when_everything_is_excluded_the_excluded_are_rolled_out():
     known = {name: stats(1.0, reward_range=0.0) for name in "abc"}
     assert sorted(pick_examples(known, list("abc"), count=3)) == ["a", "b", "c"]
     assert pick_examples({}, [], count=3) == []
+
+
+@given(
+    st.integers(0, 12), st.integers(0, 30), st.dictionaries(st.integers(0, 11), st.integers(0, 4)), st.integers(0, 5)
+)
+def test_choosing_ranks_the_pool_by_the_last_request_then_by_the_seeded_order(num, count, asked, seed):
+    examples = [f"x{i:02d}" for i in range(num)]
+    last_asked = {f"x{i:02d}": epoch for i, epoch in asked.items()}
+    pool = sorted(examples, key=lambda name: (last_asked.get(name, -1), derive_seed(seed, "pool", 3, name), name))
+    expected = [pool[index % num] for index in range(count)] if num else []
+    assert pick_examples({}, examples, last_asked=last_asked, count=count, seed=seed) == expected
 
 
 def test_choosing_does_not_depend_on_the_order_of_the_dataset():

@@ -9,7 +9,15 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.processors.curate.shell import CurateShell
 from rollstream.schemas.base import Event
-from rollstream.schemas.events import BatchPlanned, EpochSealed, JobStarted, RunEnded, TaskRequested
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    JobStarted,
+    RunEnded,
+    TaskCancelled,
+    TaskRequested,
+    TrajectoryRejected,
+)
 from tests.processors.host.test_shells import close_groups, groups_batch, run_events
 from tests.rigs.steps_rig import events_of
 
@@ -102,5 +110,11 @@ def test_a_batch_is_refilled_after_a_restart_unless_the_dataset_is_gone(tmp_path
         ends = [event for event in await events_of(log, "groups", Event) if isinstance(event, RunEnded)]
         asked = [task.index for task in await events_of(log, "tasks", TaskRequested)]
         assert (asked, len(ends)) == (([0, 1], 1) if is_gone else ([0, 1, 2, 3], 0))
+        if is_gone:
+            await shell.take(await groups_batch(log, 5))
+        found = await events_of(log, "batches", Event)
+        judged = [event.trajectory_id for event in found if isinstance(event, TrajectoryRejected)]
+        assert len(judged) == len(set(judged)) == 4, "each trajectory has one outcome"
+        assert not [event for event in await events_of(log, "tasks", Event) if isinstance(event, TaskCancelled)]
 
     asyncio.run(go())

@@ -12,6 +12,9 @@ from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.processors.curate import fold as curate
 from rollstream.processors.curate.shell import CurateShell
 from rollstream.processors.host.app import Batch
+from rollstream.replay.report import Report
+from rollstream.replay.source import read_run
+from rollstream.replay.verify import compare_curation, dataset_of
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
@@ -169,6 +172,39 @@ def test_an_epoch_that_was_refused_stays_refused_when_the_dataset_is_back(tmp_pa
         tasks = await events_of(log, "tasks", Event)
         assert {one.run_id for one in tasks} == {"other"}, "nobody asked for tasks of the refused run"
         assert shell._fold.state.refused == {}
+        assert not compared(await read_run(log, RUN), store).differences
+
+    asyncio.run(go())
+
+
+def compared(events, store):
+    report = Report()
+    compare_curation(events, {RUN: dataset_of(events, store)}, report)
+    return report
+
+
+@pytest.mark.parametrize("stopped_first", [False, True])
+def test_a_run_whose_dataset_was_away_at_a_later_epoch_is_replayed_to_the_same_requests(tmp_path, stopped_first):
+    async def go():
+        log, store, _ = await opened(tmp_path)
+        tasks = await events_of(log, "tasks", TaskRequested)
+        shell = CurateShell(log, store, service="q", retry=QUICK)
+        await shell.prepare(0, 3, "")
+        assert shell._fold is not None
+        shell._fold.datasets.drop(RUN)
+        (path,) = [path for path in (tmp_path / "artifacts").rglob("*") if path.is_file()]
+        away = path.rename(tmp_path / "away")
+        await log.send(EpochStarted(run_id=RUN, time_ms=9, job_id=ids.job_id(RUN, "rl"), epoch=1))
+        if stopped_first:
+            await log.send(RunEnded(run_id=RUN, time_ms=9, cause="stopped"))
+        await shell.take(await groups_batch(log, 3))
+        away.rename(path)
+        await shell.take(await groups_batch(log, 4))
+        refused = [one.refused_at for one in await events_of(log, "groups", Event) if isinstance(one, RunEnded)]
+        assert refused[-1] == 3
+        report = compared(await read_run(log, RUN), store)
+        assert report.differences == []
+        assert report.counts["curated events"] >= len(tasks)
 
     asyncio.run(go())
 

@@ -38,7 +38,7 @@ from rollstream.schemas.tokens import encode_floats, encode_ids
 from rollstream.schemas.topics import TOPICS
 from tests.rigs.steps_rig import attempt, content, fold, group, received_of, started
 
-pytestmark = [pytest.mark.kafka, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.kafka
 PARTITIONS = 4
 
 

@@ -134,7 +134,8 @@ def test_a_topic_that_is_deleted_and_made_again_in_mid_run_fails_the_host(own_br
             async with hosting(lab, "again") as (host, shell):
                 await reaches(shell, 0, end)
                 await lab.admin.delete_topics([STEPS])
-                await asyncio.sleep(1)
+                while STEPS in await lab.admin.list_topics():
+                    await asyncio.sleep(0.1)
                 await lab.log.ensure_topics(num_partitions=PARTITIONS)
                 message = await error_of(host)
                 assert " of topic steps partition " in message

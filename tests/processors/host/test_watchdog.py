@@ -79,7 +79,7 @@ def test_a_fold_that_waits_for_the_artifact_store_is_left_alone_and_stalls_count
     log = _Log([9] * 40)
     host = host_of(progress=lambda partition: 3, is_waiting=lambda partition: next(waits))
     with pytest.raises(LogError, match=r"steps partition 0 is stalled"):
-        asyncio.run(watch(host, log, timeout_s=0.06))
+        asyncio.run(watch(host, log, timeout_s=0.06, monotonic=ticking(0.003)))
     assert len(list(log.answers)) <= 40 - 12 - 6
 
 
@@ -105,7 +105,7 @@ def test_the_watch_names_topic_partition_and_place_and_bears_a_broker_that_is_aw
     host = host_of(progress=lambda partition: 3)
     log = _Log([7, 7, 7, LogError("away")] + [9] * 20)
     with pytest.raises(LogError, match=r"steps partition 0 is stalled at offset 3 .* 9"):
-        asyncio.run(watch(host, log, timeout_s=0.06))
+        asyncio.run(watch(host, log, timeout_s=0.06, monotonic=ticking(0.003)))
     assert len(list(log.answers)) <= 20 - 6
 
 

@@ -98,17 +98,17 @@ def full_forward_logprobs(model, request, generation):
     return distribution(logits, how).gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0]
 
 
-def adapter(folder, tmp_path, seed, *, rank=4, modules=("q_proj", "v_proj")):
+def adapter(folder, tmp_path, seed, *, rank=4, modules=("q_proj", "v_proj"), **options):
     """A peft model, its file of weights, and its configuration as a learner publishes it."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=16, target_modules=list(modules), task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=16, target_modules=list(modules), task_type="CAUSAL_LM", **options)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.5)
     path = tmp_path / f"adapter-{seed}-{rank}.safetensors"
-    save_file(dict(get_peft_model_state_dict(model)), path)
+    save_file(dict(get_peft_model_state_dict(model, save_embedding_layers=False)), path)
     lora = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(modules), "task_type": "CAUSAL_LM"}
-    return model.eval(), path, lora
+    return model.eval(), path, lora | options

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollstream.producers.engines.base import GenerationRequest
+from rollstream.producers.engines.transformers import Lanes
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import (
@@ -169,8 +170,8 @@ def test_a_version_is_used_while_the_one_before_ends_its_sequences(folder, base,
         assert torch.allclose(torch.tensor(generation.logprobs), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
-def test_a_version_that_was_used_beside_the_newest_is_forgotten_with_its_group(folder, tmp_path, fails):
+@pytest.mark.parametrize("end", ["ends", "fails", "is stopped"])
+def test_a_version_that_was_used_beside_the_newest_is_forgotten_with_its_group(folder, tmp_path, monkeypatch, end):
     (_, first, lora), (_, second, _) = (adapter(folder, tmp_path, seed) for seed in (1, 2))
 
     async def work(engine):
@@ -179,19 +180,19 @@ def test_a_version_that_was_used_beside_the_newest_is_forgotten_with_its_group(f
         long = asyncio.create_task(engine.generate(LONG))
         await engine.generate(asked([9], 1, max_new_tokens=2))
         await engine.load(published(folder, 1, weights_format="lora", lora=lora), second)
-        if fails:
-            hook = module.register_forward_pre_hook(no_memory)
-            with pytest.raises(ModelError, match="CUDA out of memory"):
-                await long
-            hook.remove()
-        else:
+        if end == "ends":
             await long
+        else:
+            with monkeypatch.context() as patched:
+                patched.setattr(*((module, "forward") if end == "fails" else (Lanes, "new_tokens")), no_memory)
+                with pytest.raises(ModelError, match="CUDA out of memory"):
+                    await long
         assert len(module.peft_config) == 2
         await engine.generate(asked([9], 1))
         await engine.unload(GROUP)
         return engine._model_cache._adapted
 
-    def no_memory(_module, _args):
+    def no_memory(*_, **options):
         raise RuntimeError("CUDA out of memory")
 
     assert run(work) == {}
@@ -202,8 +203,8 @@ def test_with_one_module_a_version_waits_for_what_is_being_generated_and_for_not
         long = asyncio.create_task(engine.generate(LONG))
         await engine.generate(asked([9], 1, max_new_tokens=2))
         load = asyncio.create_task(engine.load(published(folder, 1), versions(1)))
-        for _ in range(3):
-            await asyncio.sleep(0.01)
+        while not (engine._batcher._jobs or load.done()):
+            await asyncio.sleep(0.001)
         late = asyncio.create_task(engine.generate(LONG))
         await load
         assert long.done() or not late.done()

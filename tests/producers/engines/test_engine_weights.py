@@ -1,11 +1,15 @@
 """Weights of the transformers engine: adapters and full ones, version after version, and files that do not fit."""
 
+import itertools
 import shutil
 
+import peft
 import pytest
 import torch
+from peft.tuners import lora
 from safetensors.torch import save_file
 
+from rollstream.producers.engines import model_cache
 from rollstream.schemas.errors import ModelError
 from tests.producers.engines.engine_rig import (
     GROUP,
@@ -87,6 +91,73 @@ def test_an_adapter_that_does_not_fit_leaves_the_one_before(folder, tmp_path):
     before, after, version = run(work)
     assert before == after
     assert version == 0
+
+
+def out_of_memory_after(count, plain):
+    """A function that runs out of memory after so many calls."""
+    calls = itertools.count()
+
+    def full(*args, **options):
+        if next(calls) >= count:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return plain(*args, **options)
+
+    return full
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "count"),
+    [
+        (peft.PeftModel, "add_adapter", 0),
+        (lora.LoraLayer, "update_layer", 3),
+        (peft, "set_peft_model_state_dict", 0),
+        (model_cache, "probed_shape", 0),
+    ],
+    ids=["before", "midway", "weights", "probe"],
+)
+def test_an_adapter_without_memory_is_refused_and_leaves_nothing_beside_the_others(
+    folder, tmp_path, monkeypatch, owner, name, count
+):
+    (_, path, config), (_, second, _) = (adapter(folder, tmp_path, seed) for seed in (1, 2))
+    form, asked, others = {"weights_format": "lora", "lora": config}, requests(5), requests(5, group=OTHER)
+
+    async def work(engine):
+        before = await together(asked)(engine)
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, out_of_memory_after(count, getattr(owner, name)))
+            with pytest.raises(ModelError, match=r"version 0 do not fit into the memory of cpu \(CUDA out of memory"):
+                await engine.load(published(folder, 0, OTHER, **form), second)
+        names = [key for key in engine.module(GROUP).state_dict() if "adapter_1" in key]
+        after = await together(asked)(engine)
+        await engine.load(published(folder, 0, OTHER, **form), second)
+        return before, names, after, [one.token_ids for one in await together(others)(engine)]
+
+    load = (published(folder, 0, **form), path)
+    before, names, after, found = run(work, load)
+    assert (before, names) == (after, [])
+    expected = run(together(others), load, (published(folder, 0, OTHER, **form), second))
+    assert found == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("form", ["lora", "full"])
+def test_a_version_without_memory_is_refused_and_the_one_before_stays(folder, versions, tmp_path, monkeypatch, form):
+    (_, path, config), (_, second, _) = (adapter(folder, tmp_path, seed) for seed in (1, 2))
+    written = {"weights_format": "lora", "lora": config} if form == "lora" else {}
+    first, next_one = (path, second) if form == "lora" else (versions(0), versions(1))
+    asked = requests(5)
+
+    async def work(engine):
+        before = await together(asked)(engine)
+        other = shutil.copytree(folder, tmp_path / "other")
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.nn.Module, "to", out_of_memory_after(0, None))
+            patched.setattr(torch.Tensor, "to", out_of_memory_after(0, None))
+            with pytest.raises(ModelError, match="version 1 do not fit into the memory of cpu"):
+                await engine.load(published(folder if form == "lora" else other, 1, **written), next_one)
+        return before, await together(asked)(engine), engine.version(GROUP)
+
+    before, after, version = run(work, (published(folder, 0, **written), first))
+    assert (before, version) == (after, 0)
 
 
 def test_weights_that_do_not_fit_are_refused_by_name_and_the_version_before_stays(folder, versions, tmp_path):

@@ -130,10 +130,10 @@ def test_nor_is_an_opponents(tmp_path: Path) -> None:
     async def scenario() -> None:
         for version in (0, 1):
             await log.send(published(artifacts, tmp_path, version, recorded))
-        await opponents.hold([f"{GROUP}@0"], 2)
+        await opponents.hold([f"{GROUP}@0"], 2, "run-1")
         (tmp_path / "tokenizer.json").write_text("another")
         with pytest.raises(ModelError, match="version 1 of run-1/policy was trained with another tokenizer"):
-            await opponents.hold([f"{GROUP}@1"], 2)
+            await opponents.hold([f"{GROUP}@1"], 2, "run-1")
         assert opponents.loaded == (f"{GROUP}@0",)
 
     asyncio.run(scenario())

@@ -1,7 +1,9 @@
 """The transformers engine on a tiny model: exact tokens, honest log-probabilities, one version a call, batches."""
 
 import asyncio
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tests.producers.engines.engine_rig import (
     together,
 )
 
+RECORDED = Path(__file__).with_name("deterministic_answers.json")
 LIMITS = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
 
 
@@ -112,3 +115,20 @@ def test_a_group_without_weights_and_prompts_that_cannot_be_are_refused(folder, 
         return await engine.generate(GenerationRequest(GROUP, [9] * 510, Sampling(max_new_tokens=9, temperature=0), 0))
 
     assert len(run(work, (published(folder), versions(0))).token_ids) <= 2
+
+
+def deterministic_requests():
+    """Short and long answers, limited ones, greedy ones, and talks whose prompts continue each other."""
+    long = [GenerationRequest(GROUP, range(9, 9 + n), Sampling(max_new_tokens=90), n) for n in (1, 5, 40)]
+    nested = [GenerationRequest(GROUP, range(10, 10 + n), Sampling(max_new_tokens=6), 7) for n in (20, 20, 45, 70)]
+    limited = requests(6, seed=1, **LIMITS)
+    return [*long, *nested, *limited, *requests(4, seed=2, temperature=0.0), *requests(6, seed=3)]
+
+
+def test_deterministic_answers_are_those_that_were_recorded_before_batches_became_continuous(folder, versions):
+    """Log-probabilities may differ in their last digits on another processor (by 2e-6 on one); ids may not."""
+    answers = run(together(deterministic_requests()), (published(folder), versions(0)), deterministic=True)
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+    assert [list(one.token_ids) for one in answers] == [one["token_ids"] for one in recorded]
+    for one, kept in zip(answers, recorded, strict=True):
+        assert one.logprobs == pytest.approx(kept["logprobs"], abs=1e-5)

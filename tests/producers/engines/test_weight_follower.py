@@ -15,11 +15,12 @@ from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.weight_follower import WeightFollower
 from rollstream.producers.openai import service as endpoint_service
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.events import LearnerClaimed, RunEnded, WeightsLoaded, WeightsPublished
+from rollstream.schemas.events import LearnerClaimed, RunEnded, WeightsLoaded
 from rollstream.schemas.permissions import NOTHING
 from rollstream.schemas.services import EndpointSettings
+from tests.producers.conftest import published
 
-GROUP, OTHER = "run-1/policy", "run-2/policy"
+GROUP, OTHER, THIRD = "run-1/policy", "run-2/policy", "run-3/policy"
 
 
 class Engine(ScriptedEngine):
@@ -39,6 +40,8 @@ class Engine(ScriptedEngine):
         await super().load(published, path)
 
     async def unload(self, model_group):
+        if model_group in self.refused:
+            raise ModelError("the rollout engine failed")
         self.unloaded.append(model_group)
         del self._versions[model_group]
 
@@ -71,20 +74,8 @@ class Rig:
 
     async def publish(self, version, *, group=GROUP, term=1, is_broken=False):
         artifact = self.artifacts.put_bytes(f"{group} {version} {term}".encode())
-        event = WeightsPublished(
-            run_id=group.split("/")[0],
-            time_ms=100 + version,
-            model_group=group,
-            job_id=f"{group}-job",
-            batch_id=None,
-            version=version,
-            parent=None if version == 0 else version - 1,
-            term=term,
-            weights_sha256=artifact.sha256,
-            weights_format="full",
-            base_model="none",
-            artifact=artifact,
-        )
+        changes = {"run_id": group.split("/")[0], "time_ms": 100 + version, "term": term, "artifact": artifact}
+        event = published(version, group).model_copy(update=changes | {"weights_sha256": artifact.sha256})
         if is_broken:
             self.artifacts.fetch(artifact).write_bytes(b"torn")
         await self.log.send(event)
@@ -104,7 +95,7 @@ class Rig:
 
     async def settle(self):
         """Let the follower do all that it can do now."""
-        for _ in range(5):
+        for _ in range(25):
             await asyncio.sleep(0.01)
 
     def versions(self):
@@ -155,7 +146,7 @@ def test_waiting_before_the_follower_runs_or_the_version_exists_is_the_same(tmp_
         waits = [asyncio.create_task(rig.follower.wait_for(GROUP, version)) for version in (0, 1, 1)]
         await start()
         await rig.publish(0)
-        await rig.settle()
+        await waits[0]
         assert [wait.done() for wait in waits] == [True, False, False]
         await rig.publish(1)
         await asyncio.gather(*waits)
@@ -332,17 +323,28 @@ def test_a_version_that_was_collected_while_it_was_loaded_is_no_error_and_the_ne
     assert "passing over model_group=run-1/policy version=1: artifact" in caplog.text
 
 
-def test_an_engine_keeps_the_local_copy_of_the_newest_remote_version_only(tmp_path):
+def test_an_engine_keeps_the_local_copy_of_the_remote_version_that_it_serves_only(tmp_path):
+    def copies():
+        return [path.read_bytes().decode() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
     async def story(rig, start):
         rig.artifacts = ArtifactStore(f"memory://{tmp_path}/artifacts", cache=tmp_path / "cache")
         rig.follower = WeightFollower(rig.log, rig.artifacts, rig.engine, engine_id="engine-0", permissions=NOTHING)
         await start()
-        for version in range(3):
+        rig.engine.refused.add(1)
+        for version in (0, 2):
             await rig.publish(version)
             await rig.follower.wait_for(GROUP, version)
             await rig.settle()
-            (copy,) = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-            assert copy.read_bytes() == f"{GROUP} {version} 1".encode()
+            assert copies() == [f"{GROUP} {version} 1"]
+            if version == 0:
+                await rig.publish(1)
+                with pytest.raises(ModelError, match="version 1 does not fit"):
+                    await rig.follower.wait_for(GROUP, 1)
+        await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
+        await rig.publish(0, group=THIRD)
+        await rig.follower.wait_for(THIRD, 0)
+        assert copies() == [f"{THIRD} 0 1"]
 
     play(tmp_path, story)
 
@@ -357,12 +359,15 @@ def test_an_ended_run_is_no_longer_followed_and_makes_room_for_the_next(tmp_path
         await rig.publish(1)
         await rig.settle()
         assert rig.versions() == [(GROUP, 0)]
-        assert rig.engine.unloaded == []
-        await rig.publish(0, group=OTHER)
-        await rig.follower.wait_for(OTHER, 0)
+        rig.engine.refused.add(GROUP)
+        for group in (THIRD, OTHER):
+            assert rig.engine.unloaded == []
+            await rig.publish(0, group=group)
+            await rig.follower.wait_for(group, 0)
+            rig.engine.refused.clear()
         assert rig.engine.unloaded == [GROUP]
         await rig.follower.wait_for(GROUP, 1)
-        assert rig.versions() == [(GROUP, 0), (OTHER, 0), (GROUP, 1)]
+        assert rig.versions() == [(GROUP, 0), (THIRD, 0), (OTHER, 0), (GROUP, 1)]
 
     play(tmp_path, story)
 

@@ -54,6 +54,12 @@ def test_a_guess_is_compared(guess, answer):
     assert compare(guess, 7) == answer
 
 
+@pytest.mark.parametrize("guess", ["9" * 5000, "²"])
+def test_a_guess_that_python_does_not_read_as_a_number_is_none(guess):
+    assert compare(guess, 7) == "X"
+    assert bounds([{"role": "assistant", "content": guess}, {"role": "tool", "content": "X"}], 0, 9) == (0, 9)
+
+
 def test_the_secret_is_the_task_s_and_equal_for_all_members(play):
     secrets = set()
     for seed in range(30):

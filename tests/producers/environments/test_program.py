@@ -156,7 +156,7 @@ def test_a_program_ends_with_its_time_and_what_it_started_with_it(tmp_path):
         f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
         "time.sleep(1000)"
     )
-    last = ends(tmp_path, code, rollout_timeout_s=2.0).last
+    last = ends(tmp_path, code, rollout_timeout_s=6.0).last
     assert isinstance(last, RolloutFailed)
     assert last.cause == "timeout"
     assert all(is_gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
@@ -184,7 +184,8 @@ time.sleep(float(sys.argv[2]))
 def test_what_a_program_detached_by_setsid_ends_with_its_rollout_or_its_time(tmp_path, stays_s):
     pids = tmp_path / "pids"
     command = f"{python(tmp_path, DETACHES)} {shlex.quote(str(pids))} {stays_s}"
-    last = play_outside(tmp_path, environment=command, missing_score="unneeded", rollout_timeout_s=3.0).last
+    limit_s = 6.0 if stays_s else 60.0
+    last = play_outside(tmp_path, environment=command, missing_score="unneeded", rollout_timeout_s=limit_s).last
     assert isinstance(last, RolloutFailed if stays_s else RolloutEnded)
     found = pids.read_text().split()
     assert len(found) == 3

@@ -136,7 +136,7 @@ def test_a_pattern_that_takes_too_long_fails_the_attempt_and_is_named(play):
 
 def test_a_server_that_stumbles_is_asked_again(play):
     overloaded = (503, {"error": "later"})
-    played, server = judged(play, overloaded, (429, "slow down"), 0.3, "8", retries=3, timeout_s=0.1)
+    played, server = judged(play, overloaded, (429, "slow down"), 30.0, "8", retries=3, timeout_s=1.0)
     played.assert_complete()
     assert len(server.requests) == 4
     assert played.steps[-1].metadata["num_tries"] == 4

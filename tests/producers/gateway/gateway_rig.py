@@ -14,6 +14,7 @@ import aiohttp
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.codec import Encoded
+from rollstream.processors.assemble.state import Call
 from rollstream.producers.attempt import record_rollout
 from rollstream.producers.gateway.call_keys import address_file, token_file
 from rollstream.producers.gateway.listener import RolloutGateway
@@ -91,6 +92,11 @@ def recorded_of(played: Played) -> RecordedAttempt:
     return RecordedAttempt(steps, rewards)
 
 
+def assembled_calls(played: Played) -> list[Any]:
+    """Calls of a rollout in their order, as assembly joins them."""
+    return sorted(Call(step.step_index, step.agent, step.llm) for step in played.steps if step.llm is not None)
+
+
 def play_outside(
     folder: Path, agent: Agent | None = None, *, program: Program | None = None, script: Any = None, **settings: Any
 ) -> Played:
@@ -115,7 +121,8 @@ def play_outside(
         events.append(codec.parse(encoded.topic, encoded.value)[0])
 
     async def scenario() -> None:
-        engine, counter = await scripted(folder, script, **options), itertools.count(1000 + len(events))
+        engine = await scripted(folder, script, **options)
+        counter = itertools.count(max((event.time_ms + 1 for event in events), default=1000))
         engine._tokenizer = tokenizer or engine._tokenizer
         async with RolloutGateway(section, engine, workspace=folder / "w", name=NAME, **of_log) as gateway:
             rollout = record_rollout(

@@ -80,6 +80,8 @@ def test_a_body_that_is_no_json_object_is_a_400(tmp_path, url, body):
         (CHAT, {"messages": "a"}, "messages"),
         (CHAT, {"messages": [{"role": "alien", "content": "a"}]}, "messages.0.role"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages.0.tool_calls.0"),
+        (CHAT, {"messages": [{"role": "assistant", "function_call": {"name": "add"}}]}, "messages.0"),
+        (CHAT, {"messages": [{"role": "function", "name": "add", "content": "4"}]}, "messages.0"),
         (CHAT, {"model": None}, "model"),
         (CHAT, {"model": 3}, "model"),
         (CHAT, {"temperature": "hot"}, "temperature"),

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollstream.eventlog import codec
 from rollstream.eventlog.codec import Encoded
 from rollstream.producers.attempt import record_rollout
 from rollstream.producers.engines.base import Engine
@@ -16,29 +17,46 @@ from rollstream.producers.gateway.listener import RolloutGateway
 from rollstream.producers.gateway.played import CLAIM
 from rollstream.producers.openai.requests import SHOULD_RETRY, Refusal
 from rollstream.schemas.services import GatewaySection
-from tests.producers.conftest import scripted, task_of
-from tests.producers.gateway.gateway_rig import NAME, Outside, outside, play_outside
+from tests.producers.conftest import Played, scripted, task_of
+from tests.producers.gateway.gateway_rig import NAME, Outside, outside, play_outside, recorded_of
 
 
 @contextlib.asynccontextmanager
-async def gateway_of(folder: Path):
+async def gateway_of(folder: Path, **options: Any):
     engine = await scripted(folder)
-    async with RolloutGateway(GatewaySection(), engine, workspace=folder / "w", name=NAME) as gateway:
+    async with RolloutGateway(GatewaySection(), engine, workspace=folder / "w", name=NAME, **options) as gateway:
         yield gateway, engine
 
 
+def taken_up(folder: Path):
+    """The gateway of the next process, which agents can ask before a rollout is open again."""
+    return gateway_of(folder, is_listening_at_once=True)
+
+
 def opened(
-    gateway: RolloutGateway, engine: Engine, index: int, *, before_claim: Any = None, **settings: Any
+    gateway: RolloutGateway,
+    engine: Engine,
+    index: int,
+    *,
+    before_claim: Any = None,
+    events: list[Any] | None = None,
+    **settings: Any,
 ) -> "asyncio.Task[None]":
-    """A rollout that is played outside. `before_claim`: awaited before the log has the claim."""
-    counter = itertools.count(1000)
+    """A rollout that is played outside. `before_claim`: awaited before the log has the claim. `events`: the log's; it
+    goes on from those that are there.
+    """
+    log = [] if events is None else events
+    before = recorded_of(Played(log)) if log else None
+    counter = itertools.count(1000 + 100 * len(log))
 
     async def emit(encoded: Encoded) -> None:
+        log.append(codec.parse(encoded.topic, encoded.value)[0])
         if before_claim is not None and CLAIM.encode() in encoded.value:
             await before_claim()
 
     task = task_of("gateway", index=index, **settings)
     asked: dict[str, Any] = {"member": 0, "attempt": 0, "is_last": False, "emit": emit, "gateway": gateway}
+    asked["before"] = before
     return asyncio.create_task(record_rollout(task, engine=engine, clock=lambda: next(counter), **asked))
 
 
@@ -99,10 +117,24 @@ def test_rollouts_that_nobody_claims_leave_nothing_behind(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_rollout_that_is_cancelled_before_it_can_be_claimed_is_not_open_any_more(tmp_path):
+    async def scenario() -> None:
+        async with gateway_of(tmp_path) as (gateway, engine):
+            async with gateway._claiming:  # which others hold for a moment
+                task = opened(gateway, engine, 0)
+                while not gateway._rollouts:
+                    await asyncio.sleep(0.001)
+                task.cancel()
+                await asyncio.wait({task})
+            assert not gateway._rollouts
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
 def test_a_claim_at_the_moment_of_the_rollouts_timeout_is_told_so_and_the_next_one_gets_the_next_rollout(tmp_path):
     async def scenario() -> None:
         async with gateway_of(tmp_path) as (gateway, engine):
-            late = opened(gateway, engine, 0, rollout_timeout_s=0.5, before_claim=asyncio.Event().wait)
+            late = opened(gateway, engine, 0, rollout_timeout_s=2.0, before_claim=asyncio.Event().wait)
             async with outside(tmp_path / "w") as one:
                 body, header = {"wait_s": 5.0}, {"Idempotency-Key": "claim"}
                 refused = await one.post(f"{one.url}/rollouts", body, key=one.token, status=409, **header)
@@ -139,6 +171,68 @@ def test_claims_that_wait_under_one_key_get_one_rollout(tmp_path):
                     await who.reward(1.0)
                     await who.end()
             await asyncio.gather(*tasks)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+async def stopped(*tasks: "asyncio.Task[None]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+def test_a_claim_that_is_repeated_after_a_kill_gets_its_rollout_once_that_is_open_again(tmp_path):
+    async def scenario() -> None:
+        log: list[Any] = []
+        async with gateway_of(tmp_path) as (gateway, engine):
+            task = opened(gateway, engine, 0, events=log)
+            async with outside(tmp_path / "w") as one:
+                first = await one.claim(key="mine")
+            await stopped(task)
+        async with taken_up(tmp_path) as (gateway, engine), outside(tmp_path / "w") as one:
+            again = asyncio.create_task(one.claim(5.0, key="mine"))
+            await asyncio.sleep(0.2)
+            task = opened(gateway, engine, 0, events=log)
+            assert (await again)["rollout_id"] == first["rollout_id"]
+            await one.reward(1.0)
+            await one.end()
+            await task
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_rollout_whose_claim_got_another_one_after_a_kill_can_be_claimed_again(tmp_path):
+    async def scenario() -> None:
+        logs: list[list[Any]] = [[], []]
+        async with gateway_of(tmp_path) as (gateway, engine):
+            task = opened(gateway, engine, 0, events=logs[0])
+            async with outside(tmp_path / "w") as one:
+                first = await one.claim(key="mine")
+            await stopped(task)
+        async with taken_up(tmp_path) as (gateway, engine), outside(tmp_path / "w") as one:
+            again = asyncio.create_task(one.claim(5.0, key="mine"))
+            await asyncio.sleep(0.2)
+            tasks = [opened(gateway, engine, 1, events=logs[1])]
+            other = await again
+            assert other["rollout_id"] != first["rollout_id"]
+            tasks.append(opened(gateway, engine, 0, events=logs[0]))
+            await one.chat("a")
+            await stopped(*tasks)
+        for order in ((0, 1), (1, 0)):  # the log has two claims under one key, and the calls of one rollout
+            async with taken_up(tmp_path) as (gateway, engine), outside(tmp_path / "w") as one:
+                tasks = [opened(gateway, engine, index, events=[*logs[index]]) for index in order]
+                assert (await one.claim(key="another"))["rollout_id"] == first["rollout_id"]
+                assert (await one.claim(key="mine"))["rollout_id"] == other["rollout_id"]
+                assert gateway.num_claimable == 0
+                await stopped(*tasks)
+        async with taken_up(tmp_path) as (gateway, engine), outside(tmp_path / "w") as one:
+            tasks = [opened(gateway, engine, index, events=logs[index]) for index in (1, 0)]
+            assert (await one.claim(key="another"))["rollout_id"] == first["rollout_id"]
+            await one.reward(1.0)
+            await one.end()
+            await tasks[1]
+            await stopped(tasks[0])
+        Played(logs[0]).assert_complete()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 

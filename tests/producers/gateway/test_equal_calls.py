@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.gateway.call_keys import MAX_REFUSED, CallIdentity, RememberedCalls
 from tests.producers.gateway.gateway_rig import Killed, play_outside
 
@@ -29,10 +31,25 @@ def retry(count: int, key: str | None = None) -> dict[str, str]:
     return {"X-Stainless-Retry-Count": str(count)} | ({} if key is None else {"Idempotency-Key": key})
 
 
-async def hang_up(one: Any, num: int) -> None:
-    """Send equal calls whose client goes away before they are answered."""
+@pytest.fixture
+def arrived(monkeypatch) -> list[GenerationRequest]:
+    """Requests that have arrived at the engine so far."""
+    found: list[GenerationRequest] = []
+    generate = ScriptedEngine.generate
+
+    async def counting(engine: ScriptedEngine, request: GenerationRequest) -> Generation:
+        found.append(request)
+        return await generate(engine, request)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", counting)
+    return found
+
+
+async def hang_up(one: Any, num: int, arrived: list[GenerationRequest]) -> None:
+    """Send equal calls, the first ones of all, whose client goes away before they are answered."""
     asked = [asyncio.create_task(one.chat("a")) for _ in range(num)]
-    await asyncio.sleep(0.3)
+    while len(arrived) < num:
+        await asyncio.sleep(0.005)
     for call in asked:
         call.cancel()
     await asyncio.wait(asked)
@@ -62,10 +79,10 @@ def assert_complete(played: Any, num_calls: int) -> None:
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-def test_the_retries_of_two_equal_calls_get_both_answers(tmp_path, is_open):
+def test_the_retries_of_two_equal_calls_get_both_answers(tmp_path, arrived, is_open):
     async def agent(one: Any) -> None:
-        await hang_up(one, 2)
-        await asyncio.sleep(0.0 if is_open else 1.2)
+        await hang_up(one, 2, arrived)
+        await asyncio.sleep(0.0 if is_open else 1.5)
         first = await retried(one, retry(1), retry(1))
         assert sorted(first) == ["answer 0", "answer 1"]
         again = await retried(one, retry(1), retry(2))
@@ -76,9 +93,9 @@ def test_the_retries_of_two_equal_calls_get_both_answers(tmp_path, is_open):
     assert_complete(played, 2)
 
 
-def test_a_retry_gets_the_call_that_nobody_has_an_answer_of_and_not_the_newest(tmp_path):
+def test_a_retry_gets_the_call_that_nobody_has_an_answer_of_and_not_the_newest(tmp_path, arrived):
     async def agent(one: Any) -> None:
-        await hang_up(one, 1)
+        await hang_up(one, 1, arrived)
         assert await retried(one, {}) == ["answer 1"]
         assert await retried(one, retry(1)) == ["answer 0"]
         await finish(one)

@@ -6,6 +6,8 @@ from typing import Any
 import openai
 import pytest
 
+from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.gateway.rollout_client import RemoteRollout, RolloutTask
 from rollstream.producers.openai.requests import SHOULD_RETRY
 from rollstream.schemas.errors import GatewayError, ModelError
@@ -31,17 +33,27 @@ def test_a_call_after_the_end_and_a_reward_with_another_value_are_not_to_be_trie
     play_outside(tmp_path, agent).assert_complete()
 
 
-def test_a_call_that_is_one_too_many_may_be_tried_again(tmp_path):
+def test_a_call_that_is_one_too_many_may_be_tried_again(tmp_path, monkeypatch):
+    has_begun, go_on, generate = asyncio.Event(), asyncio.Event(), ScriptedEngine.generate
+
+    async def held(engine: ScriptedEngine, request: GenerationRequest) -> Generation:
+        has_begun.set()
+        await go_on.wait()
+        return await generate(engine, request)
+
     async def agent(one: Any) -> None:
         first = asyncio.create_task(one.chat("a"))
-        await asyncio.sleep(0.1)
-        await one.chat("b", status=429)
+        await has_begun.wait()
+        async with asyncio.timeout(30):
+            await one.chat("b", status=429)
         assert SHOULD_RETRY not in one.headers
+        go_on.set()
         await first
         await one.reward(1.0)
         await one.end()
 
-    play_outside(tmp_path, agent, max_concurrent_calls=1, delay_s=0.5).assert_complete()
+    monkeypatch.setattr(ScriptedEngine, "generate", held)
+    play_outside(tmp_path, agent, max_concurrent_calls=1).assert_complete()
 
 
 class BrokenError(Exception):

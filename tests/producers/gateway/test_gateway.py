@@ -69,6 +69,9 @@ def test_a_claim_is_answered_with_the_address_that_it_was_sent_to(tmp_path):
     async def agent(one):
         own = one.rollout["base_url"]
         assert own.startswith(f"{one.url}/rollouts/")
+        refused = await one.post(f"{one.url}/rollouts", {}, key=one.token, status=403, Host="agents.example:8766")
+        remedy = "use 127.0.0.1, or add it to gateway.allowed_hosts"
+        assert refused["error"]["message"] == f"host 'agents.example' is not allowed; {remedy}"
         headers = {"Host": "localhost:8766", "Idempotency-Key": "claim"}
         again = await one.post(f"{one.url}/rollouts", {}, key=one.token, **headers)
         assert again["base_url"] == own.replace(one.url, "http://localhost:8766")
@@ -234,6 +237,21 @@ def test_a_completion_of_token_ids_is_recorded_as_those_ids_and_goes_on_from_ear
     assert third.llm.prefix is None
 
 
+def test_each_agent_has_a_model_of_its_own_name_and_weights(tmp_path):
+    async def agent(one):
+        async with openai.AsyncOpenAI(base_url=f"{one.rollout['base_url']}/v1", api_key=one.rollout["key"]) as client:
+            assert [(model.id, model.model_dump()["model_group"]) async for model in client.models.list()] == [
+                ("agent", "run-1/policy"),
+                ("other", "run-1/second"),
+            ]
+            model = await client.models.retrieve("other")
+            assert (model.id, model.model_dump()["model_group"]) == ("other", "run-1/second")
+        await one.reward(1.0)
+        await one.end()
+
+    play_outside(tmp_path, agent, agents={"agent": "run-1/policy", "other": "run-1/second"}).assert_complete()
+
+
 def test_turns_run_out_with_a_clear_error_and_end_the_rollout_as_max_turns(tmp_path):
     async def agent(one):
         await one.chat("a")
@@ -340,7 +358,7 @@ def test_calls_that_a_rollouts_end_by_its_time_interrupts_are_refused_as_ended_a
             refusals.append((response.status, await response.text()))
         refusals.append((await asked)["error"])
 
-    last = play_outside(tmp_path, agent, rollout_timeout_s=1.0, delay_s=60.0).last
+    last = play_outside(tmp_path, agent, rollout_timeout_s=3.0, delay_s=60.0).last
     assert isinstance(last, RolloutFailed)
     assert last.cause == "timeout"
     (status, stream), error = refusals

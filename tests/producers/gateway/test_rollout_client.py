@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from rollstream.producers import GatewayClient, RemoteRollout
+from rollstream.producers.gateway import rollout_client
 from rollstream.producers.gateway.rollout_client import Retries, RolloutTask
 from rollstream.schemas.errors import ConfigError, GatewayError, PromptTooLongError
 from rollstream.schemas.events import RolloutEnded, RolloutFailed
@@ -152,6 +153,25 @@ def test_too_long_a_prompt_and_too_many_turns_are_errors_of_their_own(tmp_path: 
     assert played.last.stop_reason == "max_turns"
 
 
+@pytest.mark.parametrize("others", [(), (LookupError("no such table: apples"),)])
+def test_turns_that_run_out_in_a_group_of_tasks_end_the_rollout_unless_another_task_failed(
+    tmp_path: Path, others: tuple[Exception, ...]
+) -> None:
+    async def play(rollout: RemoteRollout) -> None:
+        calls = (rollout.chat([{"role": "user", "content": text}]) for text in "ab")
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        raise ExceptionGroup("tasks", [*(one for one in found if isinstance(one, Exception)), *others])
+
+    async def program(workspace: Path) -> None:
+        with pytest.raises(ExceptionGroup) if others else contextlib.nullcontext():
+            await playing(play)(workspace)
+
+    last = play_outside(tmp_path, program=program, max_turns=1).last
+    assert isinstance(last, RolloutFailed if others else RolloutEnded)
+    assert getattr(last, "stop_reason", "") == ("" if others else "max_turns")
+    assert getattr(last, "cause", "") == ("environment_error" if others else "")
+
+
 def test_an_exception_in_the_block_fails_the_rollout_and_goes_on(tmp_path: Path) -> None:
     async def play(rollout: RemoteRollout) -> None:
         await rollout.chat([{"role": "user", "content": "a"}])
@@ -223,6 +243,23 @@ def test_what_is_not_answered_is_sent_again_under_the_same_key_and_at_a_new_addr
     assert len({key for _, key in seen}) == 1
 
 
+@contextlib.asynccontextmanager
+async def answering(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]):
+    """A rollout at a gateway whose chats are answered so."""
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    task = RolloutTask(rollout_id="r", inputs={}, agents=("a",), max_turns=1, purpose="train", seed=1)
+    rollout = RemoteRollout(task, f"http://127.0.0.1:{runner.addresses[0][1]}", "key", SOON)
+    try:
+        yield rollout
+    finally:
+        await rollout.close()
+        await runner.cleanup()
+
+
 def test_a_call_that_breaks_off_after_a_long_time_is_made_again(tmp_path: Path) -> None:
     """The time for tries begins where the first one fails, however long that one took."""
     keys: list[str] = []
@@ -237,19 +274,30 @@ def test_a_call_that_breaks_off_after_a_long_time_is_made_again(tmp_path: Path) 
         return web.Response()
 
     async def scenario() -> None:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        task = RolloutTask(rollout_id="r", inputs={}, agents=("a",), max_turns=1, purpose="train", seed=1)
-        rollout = RemoteRollout(task, f"http://127.0.0.1:{runner.addresses[0][1]}", "key", SOON)
-        assert await rollout.chat([{"role": "user", "content": "a"}]) == {"choices": []}
-        await rollout.close()
-        await runner.cleanup()
+        async with answering(answer) as rollout:
+            assert await rollout.chat([{"role": "user", "content": "a"}]) == {"choices": []}
 
     asyncio.run(scenario())
     assert keys[0] == keys[1]
+
+
+def test_an_answer_may_have_many_megabytes_and_one_that_is_too_large_is_an_error_of_the_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "long" * (3 * 1024 * 1024)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": [{"message": {"content": text}}]})
+
+    async def scenario() -> None:
+        async with answering(answer) as rollout:
+            messages = [{"role": "user", "content": "a"}]
+            assert (await rollout.chat(messages))["choices"][0]["message"]["content"] == text
+            monkeypatch.setattr(rollout_client, "MAX_ANSWER_BYTES", 1000)
+            with pytest.raises(GatewayError, match="answered more than 1000 bytes; lower max_new_tokens"):
+                await rollout.chat(messages)
+
+    asyncio.run(scenario())
 
 
 def test_there_is_no_rollout_as_long_as_the_learner_is_behind(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 from rollstream.eventlog import codec
 from rollstream.producers.league.draw import opponents_of
 from rollstream.schemas import ids
-from rollstream.schemas.errors import ModelError
-from rollstream.schemas.events import GroupStarted, LearnerClaimed, RolloutEnded, RolloutFailed, StepRecorded
+from rollstream.schemas.errors import ModelError, StoreUnavailableError
+from rollstream.schemas.events import GroupStarted, LearnerClaimed, RolloutEnded, RolloutFailed, RunEnded, StepRecorded
 from tests.producers import worker_rig as r
 from tests.producers.conftest import output_of
 from tests.rigs.runs.league_rig import GROUP, RUN, SEATS, League, play, task
@@ -73,14 +73,144 @@ def test_who_needs_two_opponents_at_once_gets_both_beyond_a_bound_of_one(tmp_pat
     async def main():
         league = League(tmp_path)
         await league.publish(*range(3))
-        await league.opponents.hold([f"{GROUP}@0", f"{GROUP}@1", "scripted:random"], 1)
+        await league.opponents.hold([f"{GROUP}@0", f"{GROUP}@1", "scripted:random"], 1, RUN)
         assert league.opponents.loaded == (f"{GROUP}@0", f"{GROUP}@1")
-        waiting = asyncio.create_task(league.opponents.hold([f"{GROUP}@2"], 1))
+        waiting = asyncio.create_task(league.opponents.hold([f"{GROUP}@2"], 1, RUN))
         await asyncio.sleep(0)
         assert not waiting.done()
         league.opponents.release([f"{GROUP}@0", f"{GROUP}@1"])
         await waiting
         assert league.opponents.loaded == (f"{GROUP}@2",)
+
+    asyncio.run(main())
+
+
+def test_one_opponent_that_the_store_does_not_give_keeps_no_task_from_those_that_are_loaded(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        await league.publish(0, 1, 2)
+        loaded, absent, fetch = f"{GROUP}@0", f"{GROUP}@1", league.artifacts.fetch
+        await league.opponents.hold([loaded], 3, RUN)
+        asked = asyncio.Event()
+
+        def fetch_nothing(ref):
+            loop.call_soon_threadsafe(asked.set)
+            raise StoreUnavailableError("it does not answer")
+
+        loop, league.artifacts.fetch = asyncio.get_running_loop(), fetch_nothing
+        waiting = asyncio.create_task(league.opponents.hold([absent], 3, RUN))
+        async with asyncio.timeout(5):
+            await asked.wait()
+            await league.opponents.hold([loaded], 3, RUN)
+            assert not waiting.done()
+            league.artifacts.fetch = fetch
+            await waiting
+        assert sorted(league.opponents.loaded) == [loaded, absent]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "failed"])
+def test_an_opponent_whose_load_does_not_end_well_leaves_the_engine(tmp_path, ends):
+    async def main():
+        league = League(tmp_path)
+        await league.publish(0, 1)
+        player, load, is_in = f"{GROUP}@0", league.engine.load, asyncio.Event()
+
+        async def half(published, path):
+            await load(published, path)
+            is_in.set()
+            if ends == "failed":
+                raise ModelError("it did not answer")
+            await asyncio.Event().wait()
+
+        league.engine.load = half
+        hold = asyncio.create_task(league.opponents.hold([player], 1, RUN))
+        await is_in.wait()
+        if ends == "cancelled":
+            assert league.engine.version(player) == 0
+            hold.cancel()
+        (outcome,) = await asyncio.gather(hold, return_exceptions=True)
+        assert isinstance(outcome, ModelError if ends == "failed" else asyncio.CancelledError)
+        assert (league.engine.version(player), league.opponents.loaded) == (-1, ())
+        league.engine.load = load
+        await league.opponents.hold([player], 1, RUN)
+        assert league.opponents.loaded == (player,)
+
+    asyncio.run(main())
+
+
+def test_an_unload_that_is_cancelled_ends_all_the_same(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        await league.publish(0, 1)
+        first, second = f"{GROUP}@0", f"{GROUP}@1"
+        await league.opponents.hold([first], 1, RUN)
+        league.opponents.release([first])
+        unload, begun, may_end = league.engine.unload, asyncio.Event(), asyncio.Event()
+
+        async def slow(model_group):
+            begun.set()
+            await may_end.wait()
+            await unload(model_group)
+
+        league.engine.unload = slow
+        hold = asyncio.create_task(league.opponents.hold([second], 1, RUN))
+        await begun.wait()
+        hold.cancel()
+        await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.wait({hold})
+        assert hold.cancelled()
+        assert (league.engine.version(first), league.opponents.loaded) == (-1, ())
+
+    asyncio.run(main())
+
+
+def test_opponents_leave_the_engine_when_the_run_that_they_were_loaded_for_ends(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        await league.publish(*range(4))
+        working = asyncio.create_task(league.worker().run())
+        for index in range(6):
+            await league.log.send(task(index, 3, max_loaded=2))
+        await r.wait_until(lambda: r.all_settled(league.log, 6))
+        players = league.opponents.loaded
+        assert len(players) == 2
+        await league.log.send(RunEnded(run_id=RUN, time_ms=500, cause="completed"))
+        await r.wait_until(lambda: all(league.engine.version(player) < 0 for player in players))
+        assert league.opponents.loaded == ()
+        assert league.engine.version(GROUP) == 3
+        working.cancel()
+        await asyncio.wait({working})
+
+    asyncio.run(main())
+
+
+def test_an_opponent_stays_as_long_as_a_task_or_another_run_needs_it(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        await league.publish(*range(3))
+        shared, held, free = (f"{GROUP}@{version}" for version in range(3))
+        opponents = league.opponents
+        unloading = asyncio.create_task(opponents.unload_ended())
+        await opponents.hold([shared, held, free], 3, "run-2")
+        await opponents.hold([shared], 3, "run-3")
+        opponents.release([shared, shared, free])
+        opponents.end_run("run-2")
+        await r.wait_until(lambda: free not in opponents.loaded)
+        assert opponents.loaded == (held, shared)
+        opponents.release([held])
+        await r.wait_until(lambda: held not in opponents.loaded)
+        assert opponents.loaded == (shared,)
+        await opponents.hold([free], 3, "run-2")  # by a task that is stopped a moment later
+        opponents.release([free])
+        await r.wait_until(lambda: free not in opponents.loaded)
+        opponents.end_run("run-3")
+        await r.wait_until(lambda: league.engine.version(shared) < 0)
+        assert opponents.loaded == ()
+        unloading.cancel()
+        await asyncio.wait({unloading})
 
     asyncio.run(main())
 
@@ -98,9 +228,9 @@ def test_a_version_that_is_unknown_or_gone_is_an_error_that_names_it(tmp_path):
             (f"{GROUP}@0", r"run-1/policy@0: its weights are gone: collected by gc at .*; choose a version that is"),
         ):
             with pytest.raises(ModelError, match=why):
-                await league.opponents.hold([player], 2)
+                await league.opponents.hold([player], 2, RUN)
         assert league.opponents.loaded == ()
-        await league.opponents.hold([f"{GROUP}@1"], 1)
+        await league.opponents.hold([f"{GROUP}@1"], 1, RUN)
 
     asyncio.run(main())
 
@@ -126,7 +256,7 @@ def test_versions_of_a_learner_that_was_replaced_are_no_opponents(tmp_path):
             await league.log.send(LearnerClaimed(run_id=RUN, time_ms=1, model_group=GROUP, term=term, learner="one"))
         await league.publish(0, term=1)
         with pytest.raises(ModelError, match="this version is unknown"):
-            await league.opponents.hold([f"{GROUP}@0"], 1)
+            await league.opponents.hold([f"{GROUP}@0"], 1, RUN)
 
     asyncio.run(main())
 

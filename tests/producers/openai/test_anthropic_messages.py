@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from rollstream.producers.engines.scripted import ScriptedTokenizer
-from rollstream.producers.openai.anthropic import parse_messages
+from rollstream.producers.openai.anthropic import parse_count, parse_messages
 from rollstream.producers.openai.requests import Refusal
 from tests.producers.openai.test_openai_endpoint import GROUP, SECRET, says, serving
 
@@ -170,3 +170,11 @@ def test_what_a_message_cannot_have_is_refused_by_name(change, message):
     with pytest.raises(Refusal, match=message) as refused:
         parse_messages(ASK | change).chat()
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "extra", [{"speed": "fast"}, {"metadata": {"user_id": "u"}}, {"max_tokens": 5, "stream": True}]
+)
+def test_a_count_passes_over_what_only_a_message_needs(extra):
+    question = {key: value for key, value in ASK.items() if key != "max_tokens"}
+    assert parse_count(question | extra).chat() == parse_count(question).chat()

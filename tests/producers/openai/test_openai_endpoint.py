@@ -147,7 +147,7 @@ def test_the_openai_client_gets_text_usage_logprobs_and_exact_ids(tmp_path):
             assert_exact(logprobs_of(choice), prompt="<user>3+4=?<end><assistant>", text="7<end>")
             models = await client.models.list()
             assert [(model.id, model.model_dump()["version"]) for model in models.data] == [("policy", 0)]
-            assert (await client.models.retrieve(GROUP)).id == "policy"
+            assert (await client.models.retrieve(GROUP)).id == GROUP
 
     asyncio.run(scenario())
 

@@ -42,7 +42,8 @@ def test_pieces_are_how_the_text_of_the_answer_begins(parts, sizes, stop, has_to
     ids = (*tokenizer.encode("".join(parts), add_special_tokens=False), tokenizer.eos_token_id)
     span = VersionSpan(model_group="run-1/policy", version=0, length=len(ids))
     generation = Generation(ids, (0.0,) * len(ids), (span,), "stop")
-    whole = answer_of(generation, tokenizer, prompt_ids=(1,), salt=0, stop=stop, has_tools=has_tools)
+    asked: dict[str, Any] = {"model_group": span.model_group, "prompt_ids": (1,), "stop": stop, "has_tools": has_tools}
+    whole = answer_of(generation, tokenizer, salt=0, **asked)
     stream, sent, at = TextStream(tokenizer, stop, has_tools=has_tools), "", 0
     for number in range(len(ids)):
         size = sizes[number % len(sizes)]
@@ -223,8 +224,9 @@ def test_a_client_that_hangs_up_in_mid_stream_gets_the_recorded_answer_when_it_a
         }
         url = f"{one.rollout['base_url']}/v1/chat/completions"
         async with one.http.post(url, data=body, headers=headers) as response:
-            first = json.loads((await response.content.readline()).removeprefix(b"data: "))
-            assert first["choices"][0]["delta"]["content"]
+            for content in ("", "a"):
+                line = await response.content.readuntil(b"\n\n")
+                assert json.loads(line.removeprefix(b"data: "))["choices"][0]["delta"]["content"].startswith(content)
             response.close()
         async with one.http.post(url, data=body, headers=headers) as response:
             lines = events_of(await response.text())
@@ -319,3 +321,19 @@ def test_what_is_refused_before_the_first_piece_is_refused_with_its_status(tmp_p
                 await client.chat.completions.create(model="other", messages=ASK, stream=True)
 
     asyncio.run(scenario())
+
+
+def test_choices_begin_in_their_order_whichever_is_written_first(tmp_path: Path) -> None:
+    async def agent(one: Any) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{one.rollout['base_url']}/v1", api_key=one.rollout["key"]) as client:
+            ask: Any = {"model": "policy", "n": 3, "stop": ["##END"], "messages": ASK}
+            async with client.chat.completions.stream(**ask) as stream:
+                begun = [event.chunk.choices[0].index async for event in stream if event.type == "chunk"]
+                whole = await stream.get_final_completion()
+        assert begun[:3] == [0, 1, 2]
+        assert [choice.message.content for choice in whole.choices] == ["#First", "second", "third"]
+        await one.reward(1.0)
+        await one.end()
+
+    script = answers("#First", "second", "third")  # the first may begin with the stop text, and is held back
+    play_outside(tmp_path, agent, script=script, sampling={"max_new_tokens": 50}).assert_complete()

@@ -6,6 +6,7 @@ import pytest
 
 from rollstream.producers.openai.options import left_out
 from rollstream.producers.openai.requests import Refusal, parse_request
+from rollstream.producers.openai.responses import parse
 
 ASK = [{"role": "user", "content": "3+4="}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -21,6 +22,9 @@ SEARCH = {"type": "web_search"}
         ({"type": "function", "function": {"name": "sub"}}, [ADD], "tool 'sub' is not one of tools; add it there"),
         ({"type": "function", "name": "add"}, [], "tool 'add' is not one of tools"),
         ({"type": "web_search"}, [ADD], "names no tool; use "),
+        ({"type": "function", "function": {"name": [1]}}, [ADD], "names no tool; use "),
+        ({"type": "function", "name": {}}, [ADD, {"type": "function", "name": {}}], "names no tool; use "),
+        ({"type": "function", "name": "add"}, [{"type": "function", "name": [1]}], "tool 'add' is not one of tools"),
         ({"type": "allowed_tools", "mode": "auto", "tools": [ADD, SEARCH]}, [ADD], "names no tool; use "),
         ({"type": "allowed_tools", "allowed_tools": {"tools": []}}, [ADD], "names no tool; use "),
         ("none", [], None),
@@ -50,3 +54,12 @@ def test_tools_that_no_prompt_offers_are_told_by_type_and_name_wherever_their_ap
         "custom patch",
         "bash_20250124 bash",
     ]
+
+
+def test_a_choice_in_a_response_is_held_to_its_tools_alike():
+    given = {"model": "policy", "input": "3+4=", "tools": [{"type": "function", "name": "add"}]}
+    assert parse(given | {"tool_choice": {"type": "function", "name": "add"}}).chat().model_extra
+    for name in ([1], {}, "sub"):
+        with pytest.raises(Refusal, match=r"^tool_choice: ") as refused:
+            parse(given | {"tool_choice": {"type": "function", "name": name}}).chat()
+        assert (refused.value.status, refused.value.param) == (400, "tool_choice")

@@ -131,6 +131,22 @@ def test_messages_may_come_from_a_generator_and_the_ids_of_a_prompt_are_the_answ
     assert inputs_of(played.steps) == [[user("a")]] * 2
 
 
+def test_nobody_scores_a_label_and_no_prompt_goes_on_from_it(play):
+    @register_environment("test_labels")
+    async def labels(session):
+        reply = await session.chat([user("a")])
+        await session.relabel([user("a")], reply.text)
+        assert session.messages["agent"][-1]["content"] == reply.text
+        await session.relabel([user("a")], "other")
+        assert session.messages["agent"][-1]["content"] == reply.text
+        await session.chat([user("a"), {"role": "assistant", "content": reply.text}, user("b")])
+        await session.reward(1.0)
+
+    calls = [step.llm for step in play(task_of("test_labels"), answers("5", "6")).steps]
+    assert calls[-1].prefix.step_index == 0
+    assert [bool(call.spans) for call in calls] == [True, False, False, True]
+
+
 def test_a_count_of_tokens_goes_on_from_the_conversation_as_the_call_does(tmp_path):
     encoded: list[str] = []
 

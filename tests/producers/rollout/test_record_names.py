@@ -12,6 +12,7 @@ import pytest
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import partition_of
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.services import serving
 from rollstream.producers import service
 from rollstream.producers.attempt import refusal
 from rollstream.producers.engines.base import Capabilities
@@ -277,6 +278,38 @@ def test_a_model_is_allowed_with_what_lies_below_it(allowed: str, asked: str, is
         return
     with pytest.raises(NotAllowedError, match=r"model\.path: .* is not allowed .*--allow NAME"):
         permissions.model_path(asked, "model.path")
+
+
+def test_a_model_below_the_home_folder_is_allowed_as_written_and_loaded_from_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/user")
+    permissions = Permissions.of(["model:~/models"], {})
+    assert permissions.model_path("~/models/tiny", "model.path") == "/home/user/models/tiny"
+    for asked in ("~/other", "~/models/../other", "/home/user/models/tiny"):
+        with pytest.raises(NotAllowedError):
+            permissions.model_path(asked, "model.path")
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("model:/m 'command:python a.py'", ("model:/m", "command:python a.py")),
+        ("model:/m,\"command:sh -c 'echo 1, 2'\"\n", ("model:/m", "command:sh -c 'echo 1, 2'")),
+        ("${JUDGE_KEY}, http://judge:8000/v1#part", ("${JUDGE_KEY}", "http://judge:8000/v1#part")),
+        ("", ()),
+    ],
+)
+def test_quotes_hold_an_entry_of_the_variable_together(text: str, entries: tuple[str, ...]):
+    given = {"bootstrap_servers": "memory", "engine": {"kind": "scripted"}}
+    assert serving.settings_of("producers", None, given, {"ROLLSTREAM_ALLOW": text}).allow == entries
+
+
+def test_a_quote_without_its_end_is_named():
+    message = (
+        r"serve producers: allow: .*a quote or backslash in \".*\" has no end; quote whole entries of ROLLSTREAM_ALLOW"
+    )
+    env = {"ROLLSTREAM_ALLOW": "model:/m 'command:python a.py", "ROLLSTREAM_BOOTSTRAP_SERVERS": "memory"}
+    with pytest.raises(ConfigError, match=message):
+        serving.settings_of("producers", None, {}, env)
 
 
 def test_a_model_without_a_path_cannot_be_allowed():

@@ -208,6 +208,11 @@ def own(rollout):
     return float(len(rollout.inputs))
 
 
+def test_a_recorded_rollout_without_a_turn_left_ends_as_max_turns_and_needs_no_reward(play):
+    played = play(task_of(RecordedRollout(steps=(exact([5], [6]),), stop_reason="max_turns")))
+    assert (played.last.kind, played.last.stop_reason) == ("rollout_ended", "max_turns")
+
+
 def test_the_same_record_gives_the_same_events_in_every_attempt(play):
     rollout = RecordedRollout(steps=(exact([5], [6]), exact([5, 6], [7])), rewards=(RecordedReward(value=1.0),))
     task = task_of(rollout, rollout)

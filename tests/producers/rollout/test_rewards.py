@@ -96,7 +96,7 @@ def test_a_function_that_hangs_is_named_in_the_timeout(play):
     async def slow(rollout):
         await asyncio.sleep(60)
 
-    failed = play(task_of(rewards=("test_slow",), rollout_timeout_s=0.1)).last
+    failed = play(task_of(rewards=("test_slow",), rollout_timeout_s=1.0)).last
     assert failed.cause == "timeout"
     assert "test_slow" in failed.message
 

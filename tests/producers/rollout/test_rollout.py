@@ -173,7 +173,7 @@ def test_a_secret_of_the_configuration_is_in_no_message(play, monkeypatch):
 
 
 def test_an_environment_that_hangs_times_out_and_keeps_what_it_did(play):
-    played = play(task_of("test_hangs", rollout_timeout_s=0.05))
+    played = play(task_of("test_hangs", rollout_timeout_s=1.0))
     assert played.last.cause == "timeout"
     assert "test_hangs" in played.last.message
     assert len(played.steps) == 1

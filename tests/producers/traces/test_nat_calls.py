@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rollstream.processors.assemble.sequences import join_calls
 from rollstream.producers.rollout.conversation import Conversation
 from rollstream.producers.rollout.recorded_call import ImportContext, fields_of, read_step
+from rollstream.producers.traces.framework_logprobs import read_logprobs
 from rollstream.producers.traces.spans import RemoteSpan, Selection, recorded_steps, remote_ancestry, scores
 from rollstream.schemas import tokens
 from rollstream.schemas.events import StepRecorded
@@ -287,3 +288,27 @@ def test_a_line_that_comes_twice_is_one_step_and_trained_once():
     assert samples(sequences_of([start, end, end])) == [once]
     assert samples(sequences_of([start, end, start, end])) == [once]
     assert len(samples(sequences_of([start, end, *nat.langchain("b", nat.messages("1"), "x")]))) == 2
+
+
+@pytest.mark.parametrize(
+    ("output", "kept"),
+    [
+        (15511210043330985984000000, "15511210043330985984000000"),
+        ("half \ud83d a pair", "half ? a pair"),
+        ({"n": [2**70, 1.5, None, True], "deep": "\udc00"}, {"n": [str(2**70), 1.5, None, True], "deep": "?"}),
+    ],
+)
+def test_what_json_cannot_say_is_text_in_the_record(output: Any, kept: Any) -> None:
+    steps = nat.read(nat.workflow(nat.openai("a", nat.messages("q"), "b"), nat.tool("t", "2")))
+    for step in steps:
+        if step.payload.event_type == "TOOL_END" and step.payload.data is not None:
+            step.payload.data.output = output
+    (tool,) = [one for one in recorded_steps(steps, ALL) if one.event_type == "TOOL_END"]
+    assert data_of(tool)["output"] == kept
+    json.dumps(data_of(tool)).encode()
+
+
+@pytest.mark.parametrize("entry", [{"token_id": 2**32 - 1}, {"token": "token_id:4294967295"}, {"token_id": -1}])
+def test_a_token_id_that_no_model_has_leaves_the_call_without_ids(entry: dict[str, Any]) -> None:
+    found = read_logprobs({"content": [{"logprob": -1.0, **entry}], "prompt_token_ids": [1]})
+    assert (found.completion_ids, found.tokens()) == (None, None)

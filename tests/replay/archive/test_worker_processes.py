@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollstream.replay import assembly
@@ -84,3 +86,38 @@ def test_processes_import_nothing_from_the_current_folder(tmp_path: Path) -> Non
         [sys.executable, str(script)], cwd=tmp_path / "here", capture_output=True, text=True, timeout=60
     )
     assert (found.stdout, found.stderr) == ("equal\n", "")
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+
+import psutil
+
+from rollstream.replay import assembly
+from rollstream.replay.source import Source
+
+def die(_):
+    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    parts = [assembly.Range("r", 0, 5037, 5038, frozenset())] * 2
+    asyncio.run(assembly.fold_in_processes(Source(export=Path(sys.argv[1])), parts, 2, die))
+"""
+
+
+def test_a_killed_replay_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    command = [sys.executable, str(script), str(EXPORT)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        pids = [int(pid) for pid in killed.stdout.readline().split()]
+        assert killed.wait(60) == -signal.SIGKILL
+    assert len(pids) >= 2
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    alive = psutil.wait_procs(left, timeout=20)[1]
+    for process in alive:
+        process.kill()
+    assert alive == []

@@ -5,14 +5,24 @@ import asyncio
 import pytest
 import yaml
 
+from rollstream.eventlog.codec import decode
+from rollstream.eventlog.reading import read_to_end
 from rollstream.harness.config import file as config_file
-from rollstream.harness.replays.what_if import merged, spec_of, what_if
+from rollstream.harness.replays.what_if import means, merged, spec_of, what_if
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.replay.source import of_type, read_run
+from rollstream.replay.source import RunEvents, of_type, read_run
 from rollstream.replay.training import train
 from rollstream.replay.verify import verify
 from rollstream.schemas.errors import ConfigError, EnvironmentRunError
-from rollstream.schemas.events import GroupClosed, JobStarted, JobSubmitted, TaskRequested
+from rollstream.schemas.events import (
+    GroupClosed,
+    JobStarted,
+    JobSubmitted,
+    RunContinued,
+    RunEnded,
+    RunStarted,
+    TaskRequested,
+)
 from tests.rigs.runs.recorded_run import EPOCHS, RecordedRun, batches_of, hashes_of
 
 REWARD = """
@@ -81,6 +91,41 @@ def test_a_record_in_jobs_that_cannot_be_decoded_does_not_end_a_what_if(recorded
     assert sent
     assert outcome.num_batches == EPOCHS
     assert events.has_ended
+
+
+def runs_and_ends(run):
+    """Runs of the log, and how each ended."""
+
+    async def go():
+        found = [decode(record).event async for record in read_to_end(run.log, "groups")]
+        ends = {event.run_id: event for event in found if isinstance(event, RunEnded)}
+        return {event.run_id: ends.get(event.run_id) for event in found if isinstance(event, RunStarted)}
+
+    return asyncio.run(go())
+
+
+def test_a_what_if_whose_learner_dies_has_ended_with_its_error(recorded, monkeypatch):
+    before = runs_and_ends(recorded)
+    no_folder = recorded.folder / "no_folder"
+    no_folder.write_text("")
+    monkeypatch.setattr(recorded, "checkpoints", no_folder)
+    with pytest.raises(OSError, match="no_folder"):
+        asked(recorded, {})
+    ((run_id, ended),) = [one for one in runs_and_ends(recorded).items() if one[0] not in before]
+    assert ended is not None, f"{run_id} is open"
+    assert ended.cause == "failed"
+    assert "no_folder" in ended.message
+
+
+def test_a_what_if_gives_signs_of_life_from_its_beginning_to_its_end(recorded, monkeypatch):
+    (first, _) = of_type(asyncio.run(read_run(recorded.log, "replayed")).by_topic["groups"], RunStarted)[0]
+    monkeypatch.setattr(RunEvents, "started", first.model_copy(update={"idle_timeout_s": 0.3}))
+    _, events = asked(recorded, {})
+    kinds = [type(received.event) for received in events.by_topic["groups"]]
+    assert kinds[0] is RunStarted
+    assert kinds[-1] is RunEnded
+    assert kinds.count(RunContinued) >= 2
+    assert len(kinds) == kinds.count(RunContinued) + 2
 
 
 def test_another_learning_rate_trains_other_weights_on_the_same_rollouts(recorded):
@@ -211,6 +256,16 @@ def test_a_reward_that_leaves_nothing_to_train_or_fails_is_told(recorded, monkey
         ({"trajectory_builders": {"rollouts": {"max_turns": 3}}}, "max_turns cannot change"),
         ({"trainer_adapters": {"learner": {"seed": 3}}}, "seed cannot change"),
         ({"trainer_adapters": {"learner": {"model": {"lora": {"rank": 2}}}}}, "does not fit: it has full weights"),
+        (
+            {"trainer_adapters": {"learner": {"algorithm": {"name": "gdpo"}}}}
+            | {"trajectory_builders": {"rollouts": {"reward_weights": {"task": 2.0}}}},
+            "reward_weights cannot change in a what-if with algorithm gdpo, which reads the recorded rewards by name",
+        ),
+        (
+            {"trainer_adapters": {"learner": {"algorithm": {"advantage": "gdpo"}}}}
+            | {"trajectory_builders": {"rollouts": {"rewards": ["python:tests.rigs.never_imported.reward"]}}},
+            "rewards cannot change in a what-if with algorithm grpo",
+        ),
         ({"trajectory_builders": {"rollouts": {"nonsense": 3}}}, "nonsense"),
         (
             {"eval": {"evaluators": {"judge": {"api_key": "sk-1"}}}},
@@ -222,6 +277,13 @@ def test_a_reward_that_leaves_nothing_to_train_or_fails_is_told(recorded, monkey
 def test_what_would_need_other_rollouts_or_cannot_be_stored_is_refused(recorded, changes, reported):
     with pytest.raises(ConfigError, match=reported):
         asked(recorded, changes)
+
+
+def test_means_are_of_the_steps_that_have_the_metric():
+    trained = {"reward/mean": 1.0, "policy/ess": 0.5}
+    adopted: dict[str, float] = {}
+    assert means([trained, adopted, {**trained, "reward/mean": 2.0}]) == {"reward/mean": 1.5, "policy/ess": 0.5}
+    assert means([adopted]) == {}
 
 
 def test_changes_are_merged_mapping_by_mapping():

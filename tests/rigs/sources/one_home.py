@@ -14,7 +14,7 @@ _PATHS = re.compile(r"(?i)(path|folder|file|uri|url|route|where|text|line|addres
 _IDS = re.compile(r"(^|_)(id|key|group|job|run|rollout|task|trajectory|batch|player|owner|submission)$")
 _TERM = re.compile(r"(^|_)term$")
 ORDERS = {"max", "min", "sorted", "sort", "nlargest", "nsmallest"}
-SQL = re.compile(r"\b(regexp_\w+|split_part|string_split\w*|str_split\w*)\((?!.*\{PLAYER\})")
+SQL = re.compile(r"\b(regexp_\w+|split_part|string_split\w*|str_split\w*)\((?!.*\{(?:PLAYER|INDEXED)\})")
 
 
 def name_of(node: ast.AST) -> str:

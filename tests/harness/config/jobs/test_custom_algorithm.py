@@ -45,6 +45,11 @@ class Mine(PolicyGradient):
 
 LOSS = "def loss(self, t, s): return Losses(-t.logprobs_N, {'loss': t.logprobs_N.detach().sum()})"
 
+PREPARED = f"{LOSS}\n    def prepare(self, batch, s): return Prepared("
+
+PARTS = """def prepare(self, batch, s): return Prepared(components={'rl': [1.0 for _ in batch.rows]})
+    def loss(self, t, s): return Losses(-t.logprobs_N, {'loss': t.logprobs_N.detach().sum()}, parts="""
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -141,6 +146,9 @@ def test_a_learner_imports_no_algorithm_that_only_a_record_names(
     ("method", "message"),
     [
         ("def loss(self, t, s): return dict()['no such key']", r"loss raised KeyError \({}.py line 11, in loss\): "),
+        ("def loss(self, t, s): raise SystemExit(3)", r"loss raised SystemExit \({}.py line 11, in loss\): 3$"),
+        ("def loss(self, t, s): raise ValueError('x' * 2_000_000)", r"loss raised ValueError \(.*: x{3000,}\.\.\.$"),
+        ("def loss(self, t, s): raise ValueError('a \\ud800')", r"loss raised ValueError \({}.*: a \\ud800$"),
         ("def loss(self, t, s): return 3", "loss returned a int; expected Losses"),
         ("def loss(self, t, s): return Losses(t.logprobs_N.sum()[None], {})", r"values of shape \(1,\), with a grad"),
         ("def loss(self, t, s): return Losses(t.logprobs_N.detach(), {})", "without a gradient; expected"),
@@ -167,6 +175,53 @@ def test_a_learner_imports_no_algorithm_that_only_a_record_names(
             "prepare returned keep that is not bool",
         ),
         (
+            f"{LOSS}\n    def prepare(self, batch, s): return Prepared(statistics={{'mean': '0.5'}})",
+            "prepare returned mean as a str; expected a number$",
+        ),
+        (
+            f"{LOSS}\n    def prepare(self, batch, s): return Prepared(statistics=0.5)",
+            "prepare returned statistics as a float; expected a dict$",
+        ),
+        (f"{PREPARED}normaliser='sequences')", "prepare returned a str as normaliser; expected a Normaliser: by must"),
+        (f"{PREPARED}normaliser=('tokens', 1.0))", "prepare returned a tuple as normaliser; expected a Normaliser"),
+        (f"{PREPARED}advantages=None)", "prepare returned advantages as a NoneType; expected a list or an array with"),
+        (f"{PREPARED}keep=None)", "prepare returned keep as a NoneType; expected a list or an array with one value a"),
+        (
+            f"{PREPARED}weights='heavy')",
+            "prepare returned weights as a str; expected a list or an array with one value",
+        ),
+        (f"{PREPARED}advantages=['x'] * len(batch.rows))", "prepare returned advantages that is not a number; return"),
+        (f"{PREPARED}advantages=[[1, [2]]] * len(batch.rows))", "prepare returned advantages that is not a number"),
+        (f"{PREPARED}components={{'rl': None}})", "prepare returned components of rl as a NoneType; expected a list"),
+        (f"{PREPARED}components={{1: []}})", "prepare returned components with the name of type int; expected a text"),
+        (
+            f"{PARTS}{{'rl': -t.logprobs_N}})".replace("[1.0 for _ in batch.rows]", "[]"),
+            r"loss returned part 'rl', but prepare has no such component \(it has none\)",
+        ),
+        (f"{PREPARED}components=[])", "prepare returned components as a list; expected a dict$"),
+        (
+            f"{LOSS}\n    def metrics(self, sums, counts): return {{1: 0.5}}",
+            "returned metrics with the name of type int",
+        ),
+        (
+            f"{LOSS}\n    def metrics(self, sums, counts): return {{'a\\ud800': 0.5}}",
+            r"metrics returned metrics with the name 'a\\ud800'; expected a text of at most 200 characters that can be",
+        ),
+        (
+            "def loss(self, t, s): p = t.logprobs_N.exp(); v = p * p; p.add_(1); return Losses(v, {})",
+            "the loss has no gradient: RuntimeError.* modified by an inplace operation.*; change no tensor in place",
+        ),
+        (
+            f"{PARTS}{{'r1': -t.logprobs_N}})",
+            r"loss returned part 'r1', but prepare has no such component \(it has rl\); give each part the name of a ",
+        ),
+        (
+            f"{PARTS}{{'rl': -t.logprobs_N.sum()}})",
+            r"part 'rl' of shape \(\), with a gradient; expected \(\d+,\) with one",
+        ),
+        (f"{PARTS}{{'rl': -t.logprobs_N.detach()}})", r"part 'rl' of shape \(\d+,\), without a gradient; expected"),
+        (f"{PARTS}{{'rl': 3.0}})", "loss returned part 'rl' as a float; expected a tensor$"),
+        (
             f"{LOSS}\n    def __init__(self): {{}}['no such key']",
             r"cannot be used: KeyError \({}.py line 12, in __init__\)",
         ),
@@ -182,7 +237,31 @@ def test_what_an_algorithm_raises_fails_its_job_with_file_and_line(
     assert re.match(rf"(job run-1/rl: )?algorithm(\.name:)? python:{name}\.Mine:? ", reported), reported
     assert re.search(message.replace("{}", name), reported), reported
     if "raised" in message:
-        assert any(record.exc_info and f"{name}.py" in caplog.text for record in caplog.records)
+        assert "Traceback (most recent call last)" in caplog.text
+        assert f"{name}.py" in caplog.text
+
+
+def test_an_algorithm_may_prepare_a_batch_by_arrays(
+    written: dict[str, Any], model: Path, tmp_path: Path, module: Callable[[str], str]
+) -> None:
+    """As by lists: the same weights."""
+    found: set[str] = set()
+    for number, made in enumerate(("np.ones(len(batch.rows))", "[1.0] * len(batch.rows)")):
+        text = f"{PREPARED}advantages={made}, weights={made}, components={{'rl': {made}}}, keep="
+        text += "np.ones((len(batch.rows), 1), bool)[:, 0])" if number == 0 else "[True] * len(batch.rows))"
+        name = module(
+            f"import numpy as np\n{HEAD}    {text.replace('-t.logprobs_N,', '-t.logprobs_N * t.weights_N,')}\n"
+        )
+        lab = Lab(tmp_path / str(number), model)
+
+        async def trained(lab: Lab = lab, name: str = name) -> str:
+            config = configured(written, model, name=f"python:{name}.Mine")
+            await submit(lab, config, 1)
+            await lab.work(lab.has(JobSucceeded), worker(lab, allowed_by(config)))
+            return (await lab.events("weights", WeightsPublished))[-1].weights_sha256
+
+        found.add(asyncio.run(trained()))
+    assert len(found) == 1
 
 
 def test_keys_and_names_of_an_algorithm_are_checked_when_the_file_is_read(

@@ -11,6 +11,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import check_record_size
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.config import file as config_file
+from rollstream.harness.config.checks import check_attempts
 from rollstream.harness.config.jobs import MAX_GROUP, WRITTEN, check_manifests, jobs_of, most_trajectories
 from rollstream.harness.runs.plan import new_run
 from rollstream.schemas import ids
@@ -175,6 +176,17 @@ def test_a_larger_group_is_refused_by_number(written: dict[str, Any]) -> None:
             ConfigError, match=rf"job {RUN}/rl: a group of 770 trajectories .* exceeds the maximum of 768"
         ):
             check_manifests([spec])
+
+
+def test_more_rollouts_than_a_closing_can_name_are_refused(written: dict[str, Any]) -> None:
+    many_attempts = job_of(written, num_generations=8)
+    rollout = many_attempts.rollout.model_copy(update={"max_attempts": 1000})
+    largest = job_of(written, num_generations=MAX_GROUP, tasks_per_epoch=1)
+    check_attempts([largest, many_attempts._replace(rollout=rollout)])
+    with pytest.raises(
+        ConfigError, match=r"the closing of a group of 8192 rollouts would have .* lower num_generations"
+    ):
+        check_attempts([job_of(written, num_generations=8, oversampling=8184)])
 
 
 def test_a_run_with_such_a_batch_is_not_begun(written: dict[str, Any], tmp_path: Path) -> None:

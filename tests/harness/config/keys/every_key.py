@@ -21,7 +21,7 @@ from rollstream.schemas.config import EvalGeneral, FinetuningSection
 SECRET = "${TEST_KAFKA_SECRET}"
 ENGINE = {
     "kind": "scripted", "device": "cpu", "dtype": "float32", "deterministic": True, "threads": 3, "max_batch": 5,
-    "batching": "static", "prefix_cache_mb": 7, "full_copies": 2,
+    "batching": "static", "prefix_cache_mb": 7, "kv_cache_mb": 9, "full_copies": 2,
 }  # fmt: skip
 SERVED = {
     "base_url": "http://127.0.0.1:1/v1", "model": "other", "api_key_variable": "OTHER_KEY", "api": "completions",

@@ -23,14 +23,9 @@ from rollstream.harness.config.dataset import read_dataset
 from rollstream.harness.config.file import Loaded, validation_config
 from rollstream.harness.config.jobs import RunLocation, artifact_uri, jobs_of, rollout_settings, services_of
 from rollstream.harness.config.resolve import block_of, is_ours
+from rollstream.harness.runs import preflight
 from rollstream.harness.runs.plan import examples_of
-from rollstream.harness.runs.preflight import (
-    check_datasets,
-    check_names,
-    check_paths,
-    check_temperature,
-    token_of,
-)
+from rollstream.harness.runs.preflight import check_datasets, check_names, check_paths, check_temperature, token_of
 from rollstream.harness.runs.run_context import block_of_run, check_embedded, warn_other_workspaces
 from rollstream.harness.services.workspace import EMBEDDED, Workspace
 from rollstream.schemas.config import RunConfig
@@ -105,6 +100,7 @@ def base(written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TEST_KAFKA_SECRET", "not-so-secret")
     monkeypatch.setenv("TEST_OTHER_SECRET", "another")
+    monkeypatch.setattr(preflight, "check_hub", lambda path, location: None)  # models of these files are nowhere
     Workspace(Path(".rollstream")).create()
     for name in ("examples.jsonl", "other.jsonl"):
         rows = ROWS if name == "examples.jsonl" else ROWS[:2]

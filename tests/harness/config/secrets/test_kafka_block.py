@@ -1,5 +1,6 @@
 """A `kafka:` block on its way from file and environment to services and later commands, without its secrets."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config.components import written_of
 from rollstream.harness.config.jobs import RunLocation, kafka_block, services_of
 from rollstream.harness.runs.run_context import block_of_run, broker_of_run
-from rollstream.harness.services.serving import settings_of
+from rollstream.harness.services.serving import read_settings, settings_of
 from rollstream.harness.services.workspace import Workspace, broker_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import connection, with_secrets
+from rollstream.schemas.variables import conceal
 
 pytestmark = pytest.mark.usefixtures("registered_alone")
 ADDRESS = "kafka.example:9093"
@@ -100,6 +102,26 @@ def test_a_service_takes_its_connection_from_the_environment(tmp_path: Path) -> 
     assert (found.bootstrap_servers, found.username, found.password_file) == (ADDRESS, "metrics", password)
     with pytest.raises(ConfigError, match="security_protocol SASL_PLAINTEXT needs username"):
         settings_of("metrics", None, {}, {**env, "ROLLSTREAM_KAFKA_USERNAME": ""})
+
+
+def test_a_service_expands_the_secret_of_its_settings_file_but_not_what_it_is_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHO", "learner")
+    monkeypatch.setenv("SECRET", "hunter2")
+    text = json.dumps({"bootstrap_servers": ADDRESS, "kafka": BLOCK})
+    path = tmp_path / "service.json"
+    path.write_text(text)
+    found = settings_of("metrics", None, read_settings(str(path)), {"ROLLSTREAM_KAFKA_USERNAME": "other"}).connection
+    assert (found.username, password_of(found), found.check_hostname) == ("learner", "hunter2", False)
+    assert conceal("password hunter2") == "password ${SECRET}"
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert read_settings("-")["kafka"] == BLOCK
+    monkeypatch.delenv("SECRET")
+    with pytest.raises(
+        ConfigError, match=rf"--settings {path}: kafka\.password: environment variable SECRET is not set"
+    ):
+        read_settings(str(path))
 
 
 def test_later_commands_know_how_to_connect_and_where_the_secret_comes_from(

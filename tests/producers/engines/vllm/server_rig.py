@@ -27,6 +27,7 @@ from tests.producers.engines.engine_rig import GROUP, published
 FULL = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 ASKED_OF = ("/weight_info", "/get_world_size", "/server_info", "/weight_checker")
+LOADS = ("/v1/load_lora_adapter", "reload_weights")
 GENERATE, CHECK = "/inference/v1/generate", "check_health"
 ASKED = (GENERATE, "/v1/completions")
 ALL = "*"
@@ -50,6 +51,10 @@ class StandInServer:
         """Ids of equal probability that each token is sampled from."""
         self.failing: dict[str, int] = {}
         """Status by path, or by method of /collective_rpc, of answers that fail."""
+        self.refused = ""
+        """Part of the names of versions whose load it answers with 500."""
+        self.foreign: dict[str, Any] = {}
+        """JSON, or HTML as bytes, by path that it answers with, status 200, in place of its own."""
         self.failing_next: dict[str, list[tuple[int, dict[str, str]]]] = {}
         """Status and headers of the next answers by path; those after them succeed."""
         self.weights = 0
@@ -72,6 +77,8 @@ class StandInServer:
         """Tokens after which the next stream has an error instead."""
         self.silent: set[str] = set()
         """Paths, or methods of /collective_rpc, that are not answered while they are here; ALL: none is."""
+        self.slow_s: dict[str, float] = {}
+        """Seconds by path that an answer takes."""
         self.asked: Counter[str] = Counter()
         """Requests by path, or by method of /collective_rpc."""
         self.labels: list[str] = []
@@ -115,10 +122,17 @@ class StandInServer:
         self.asked[called] += 1
         while self.silent & {called, ALL}:
             await asyncio.sleep(0.01)
+        await asyncio.sleep(self.slow_s.get(called, 0.0))
         if path in self.without:
             return web.Response(status=404)
         if called in self.failing:
             return web.json_response({"error": "it failed"}, status=self.failing[called])
+        if self.refused and called in LOADS and self.refused in json.dumps(body):
+            return web.json_response({"error": "it does not fit"}, status=500)
+        if called in self.foreign:
+            answer = self.foreign[called]
+            is_html = isinstance(answer, bytes)
+            return web.Response(body=answer, content_type="text/html") if is_html else web.json_response(answer)
         if self.failing_next.get(called):
             status, headers = self.failing_next[called].pop(0)
             return web.json_response({"error": "it failed once"}, status=status, headers=headers)
@@ -172,7 +186,11 @@ class StandInServer:
         return response
 
     def _choice(self, ids: list[int]) -> dict[str, Any]:
-        return {"token_ids": ids, "logprobs": {"content": [{"token_id": one, "logprob": 0.0} for one in ids]}}
+        content: list[dict[str, Any]] = []
+        for one in ids:
+            name = f"token_id:{one}"
+            content.append({"token": name, "token_id": one, "logprob": 0.0, "bytes": [*name.encode()]})
+        return {"token_ids": ids, "logprobs": {"content": content}}
 
     def _end(self, before: list[str]) -> dict[str, Any]:
         """`before`: its labels when the request began. Each since then sampled one token, and the last one the rest."""
@@ -265,10 +283,14 @@ def lora(
 
 
 def request(
-    rollout_id: str = "", *, group: str = GROUP, on_tokens: Callable[[Sequence[int]], None] | None = None
+    rollout_id: str = "",
+    *,
+    group: str = GROUP,
+    on_tokens: Callable[[Sequence[int]], None] | None = None,
+    num_tokens: int = 2,
 ) -> GenerationRequest:
-    """A request for two tokens."""
-    return GenerationRequest(group, [3, 4], Sampling(max_new_tokens=2), 1, rollout_id, on_tokens)
+    """A request for a few tokens."""
+    return GenerationRequest(group, [3, 4], Sampling(max_new_tokens=num_tokens), 1, rollout_id, on_tokens)
 
 
 async def held_open(engine: VllmEngine, server: StandInServer, group: str = GROUP) -> "asyncio.Task[Generation]":

@@ -193,12 +193,15 @@ def test_a_process_that_was_killed_leaves_no_adapters_or_files_to_the_next_one(
         for name in (*names, others):
             (folder / name).mkdir()
             server.adapters[name] = str(folder / name)
+        for name in (names[3], others):
+            (folder / f"{name}.0a1b2c3d.aside").mkdir()  # what a process is killed in the middle of
         before.close()
         async with engine_over(tmp_path, server) as engine:
             await engine.load(*lora(small_base, tmp_path, 4))
             await wait_until(lambda: loaded(server) == ["policy-v3", "policy-v4"])
             assert others in server.adapters
-            assert sorted(one.name.split("-")[3] for one in folder.glob("run-*")) == ["v3", "v4"]
+            assert sorted(one.name.split("-")[3] for one in folder.glob("run-*")) == ["v3", "v3", "v4"]
+            assert [one.name for one in folder.glob("*.aside")] == [f"{others}.0a1b2c3d.aside"]
             assert versions_of(await engine.generate(request())) == [4]
         beside.close()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.producers.engines.vllm.pool import MAX_FAILED, MAX_TRIES
+from rollstream.producers.engines.vllm.probing import LOAD_TRIES
 from rollstream.schemas.errors import ModelError
 from tests.producers.engines.vllm.server_rig import (
     CHECK,
@@ -94,7 +95,7 @@ def test_a_request_that_every_server_fails_ends_with_an_error(
         async with engine_over(tmp_path, server) as engine:
             await engine.load(*lora(small_base, tmp_path, 0))
             server.failing_next[GENERATE] = [(429, {})] * MAX_TRIES
-            with pytest.raises(ModelError, match="answered 429"):
+            with pytest.raises(ModelError, match=r"no vLLM server answers: http\S+ answered 429"):
                 await engine.generate(request())
             assert versions_of(await engine.generate(request())) == [0]
 
@@ -134,11 +135,71 @@ def test_files_stay_for_requests_and_names_that_a_server_kept_while_it_was_away_
 def test_a_version_that_no_server_ever_shows_is_not_tried_without_a_pause(small_base: Path, tmp_path: Path) -> None:
     async def main() -> None:
         server = StandInServer(small_base)
-        async with engine_over(tmp_path, server, start_timeout_s=1.0) as engine:
+        async with engine_over(tmp_path, server, start_timeout_s=3.0) as engine:
             server.keeps_label = True
             with pytest.raises(ModelError, match="is not loaded"):
                 await engine.load(*full(small_base, tmp_path, 0))
-            assert server.asked["reload_weights"] < 10
+            assert server.asked["reload_weights"] < 30
+
+    asyncio.run(main())
+
+
+def test_an_adapter_that_the_server_refuses_is_an_error_soon_and_the_other_groups_are_served_meanwhile(
+    small_base: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        server, states = StandInServer(small_base), set[str]()
+        server.refused = "-v1-"
+        async with engine_over(tmp_path, server, start_timeout_s=600.0) as engine:
+            await engine.load(*lora(small_base, tmp_path, 0))
+            await engine.load(*lora(small_base, tmp_path, 0, group="run-1/other"))
+            load = asyncio.create_task(engine.load(*lora(small_base, tmp_path, 1)))
+            while not load.done():
+                assert versions_of(await engine.generate(request(group="run-1/other"))) == [0]
+                states.add(engine.states()[server.url])
+            with pytest.raises(
+                ModelError, match=r"run-1-policy-v1-\S+ is not loaded: http\S+ did not load .*answered 500"
+            ):
+                await load
+            assert states == {"ready"}
+            assert server.asked["/v1/load_lora_adapter"] == 2 + LOAD_TRIES
+            assert versions_of(await engine.generate(request())) == [0]
+            await engine.load(*lora(small_base, tmp_path, 2))
+
+    asyncio.run(main())
+
+
+def test_full_weights_that_the_server_refuses_are_an_error_soon_and_those_before_are_served_again(
+    small_base: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        server = StandInServer(small_base)
+        server.refused = "-v1-"
+        async with engine_over(tmp_path, server, start_timeout_s=600.0) as engine:
+            await engine.load(*full(small_base, tmp_path, 0))
+            with pytest.raises(
+                ModelError, match=r"run-1-policy-v1-\S+ is not loaded: http\S+ did not load .*answered 500"
+            ):
+                await engine.load(*full(small_base, tmp_path, 1))
+            assert set(versions_of(await engine.generate(request()))) == {0}
+            assert server.asked["reload_weights"] == 2 + LOAD_TRIES
+
+    asyncio.run(main())
+
+
+def test_full_weights_that_a_returning_server_refuses_for_a_while_are_loaded_afterwards(
+    small_base: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        server = StandInServer(small_base)
+        async with engine_over(tmp_path, server) as engine:
+            await engine.load(*full(small_base, tmp_path, 0))
+            server.refused = "-v0-"
+            server.restarted()
+            call = asyncio.create_task(engine.generate(request()))
+            await wait_until(lambda: server.asked["reload_weights"] > 1 + 2 * LOAD_TRIES)
+            server.refused = ""
+            assert set(versions_of(await call)) == {0}
 
     asyncio.run(main())
 
@@ -165,6 +226,19 @@ def test_a_request_that_waits_while_its_group_is_unloaded_fails_with_a_model_err
     asyncio.run(main())
 
 
+def test_the_files_of_versions_that_failed_to_load_do_not_stay(small_base: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        server = StandInServer(small_base)
+        server.num_replicas = 2
+        async with engine_over(tmp_path, server) as engine:
+            for version in range(5):
+                with pytest.raises(ModelError, match="2 data-parallel replicas"):
+                    await engine.load(*lora(small_base, tmp_path, version))
+            assert len([*(tmp_path / "vllm").glob("run-1-policy-v*")]) <= 1
+
+    asyncio.run(main())
+
+
 # ---- full weights ----
 
 
@@ -186,7 +260,7 @@ def test_a_server_that_was_left_paused_is_resumed_and_serves_no_weights_of_befor
 def test_a_resume_that_fails_is_repeated(small_base: Path, tmp_path: Path) -> None:
     async def main() -> None:
         server = StandInServer(small_base)
-        async with engine_over(tmp_path, server, start_timeout_s=2.0) as engine:
+        async with engine_over(tmp_path, server, start_timeout_s=5.0) as engine:
             server.failing_next["/resume"] = [(500, {}), (503, {})]
             await engine.load(*full(small_base, tmp_path, 0))
             assert set(versions_of(await engine.generate(request()))) == {0}
@@ -208,7 +282,7 @@ def test_a_server_that_answers_nothing_is_not_waited_for_longer_than_for_its_hea
         server.without = {"/is_paused"}
         server.is_paused = True
         async with engine_over(tmp_path, server, health_timeout_s=0.3, start_timeout_s=1.5) as engine:
-            with pytest.raises(ModelError, match=r"no answer within 0\.3 s"):
+            with pytest.raises(ModelError, match=r"no answer within 0\.3 s \(health_timeout_s\)"):
                 await engine.load(*full(small_base, tmp_path, 0))
 
     asyncio.run(main())

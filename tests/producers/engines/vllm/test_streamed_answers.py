@@ -50,6 +50,16 @@ def test_tokens_are_handed_on_before_the_end_and_the_newest_with_the_answer(
     asyncio.run(main())
 
 
+def test_a_whole_answer_may_be_as_long_as_its_tokens_need(small_base: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        ids = [5] * 65_000
+        async with engine_over(tmp_path, sampling(small_base, ids)) as engine:
+            await engine.load(*lora(small_base, tmp_path, 0))
+            assert len((await engine.generate(request(num_tokens=len(ids)))).token_ids) == len(ids)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("fault", ["breaks_after", "fails_after"])
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_stream_that_ends_early_is_made_again_and_no_token_is_handed_on_twice(

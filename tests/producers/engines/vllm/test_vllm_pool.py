@@ -160,7 +160,7 @@ def test_a_reload_that_fails_in_the_middle_leaves_no_server_that_serves_unknown_
         before = first.asked["/resume"]
         first.failing["/reset_prefix_cache"] = 500  # the weights are there, what it computed of the old ones too
         await engine.load(*full(base, tmp_path, 1))
-        assert first.asked["/resume"] > before
+        await wait_until(lambda: first.asked["/resume"] > before)
         assert state_of(engine, first) != "ready"
         assert first.label.endswith("-loading")
         assert versions_of(await engine.generate(request()))[0] == 1

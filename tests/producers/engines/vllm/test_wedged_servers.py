@@ -72,13 +72,15 @@ def test_a_server_whose_load_hangs_is_asked_for_its_health_and_given_the_version
 ) -> None:
     async def main() -> None:
         first, second = StandInServer(small_base), StandInServer(small_base)
-        async with engine_over(tmp_path, first, second, load_timeout_s=2.0) as engine:
+        async with engine_over(tmp_path, first, second, load_timeout_s=4.0) as engine:
             await engine.load(*weights(small_base, tmp_path, 0))
             await joined(engine, first, second)
             second.silent = {load}
             async with asyncio.timeout(SOON_S):
                 await engine.load(*weights(small_base, tmp_path, 1))
             assert state_of(engine, second).startswith("pending_weights: has not proven run-1-policy-v1-")
+            lives = second.asked["/health"]
+            await wait_until(lambda: second.asked["/health"] > lives)
             checks, lives = second.asked[CHECK], second.asked["/health"]
             await wait_until(lambda: second.asked["/health"] > lives)
             assert second.asked[CHECK] == checks, "its workers are busy with the load"
@@ -135,7 +137,8 @@ def test_the_only_server_that_does_not_load_in_time_is_named_with_the_limit(smal
         server = StandInServer(small_base)
         async with engine_over(tmp_path, server, load_timeout_s=0.3, start_timeout_s=3.0) as engine:
             server.silent = {"/v1/load_lora_adapter"}
-            with pytest.raises(ModelError, match=r"not load run-1-policy-v0-\S+ within 0\.3 s \(load_timeout_s\)"):
+            named = r"is not loaded: http\S+ did not load run-1-policy-v0-\S+ within 0\.3 s \(load_timeout_s\)"
+            with pytest.raises(ModelError, match=named):
                 await engine.load(*lora(small_base, tmp_path, 0))
 
     asyncio.run(main())
@@ -280,3 +283,96 @@ def test_a_request_waits_for_a_restart_from_when_its_server_failed(small_base: P
             assert engine.version(GROUP) == 0
 
     asyncio.run(main())
+
+
+def test_a_server_whose_queue_is_longer_than_its_health_takes_can_be_joined(small_base: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        server = StandInServer(small_base)
+        server.slow_s["/v1/completions"] = 0.9
+        async with engine_over(tmp_path, server, health_timeout_s=0.3, start_timeout_s=4.0) as engine:
+            await engine.load(*lora(small_base, tmp_path, 0))
+            assert versions_of(await engine.generate(request())) == [0]
+
+    asyncio.run(main())
+
+
+# ---- answers of another form ----
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/openapi.json", {"paths": 3}),
+        ("/v1/models", []),
+        ("/v1/completions", {"choices": [[]]}),
+        ("/is_paused", {"detail": "warming up"}),
+        ("/get_world_size", {"world_size": "many"}),
+        ("/weight_info", [7]),
+        ("/v1/models", b"<html>Please wait</html>"),
+        ("/v1/completions", b"<html>Please wait</html>"),
+    ],
+)
+def test_a_server_that_answers_in_another_form_at_first_serves_afterwards(
+    small_base: Path, tmp_path: Path, path: str, answer: Any
+) -> None:
+    async def main() -> None:
+        server = StandInServer(small_base)
+        server.foreign[path] = answer
+        async with engine_over(tmp_path, server) as engine, asyncio.timeout(SOON_S):
+            load = asyncio.create_task(engine.load(*full(small_base, tmp_path, 0)))
+            expected = f"down: gave an answer of another form than vLLM's to {path}"
+            await wait_until(lambda: engine.states() and state_of(engine, server).startswith(expected))
+            server.foreign.clear()
+            await load
+            assert set(versions_of(await engine.generate(request()))) == {0}
+
+    asyncio.run(main())
+
+
+def test_a_watched_server_that_answers_in_another_form_serves_again_afterwards(
+    small_base: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        first, second = StandInServer(small_base), StandInServer(small_base)
+        async with engine_over(tmp_path, first, second) as engine, asyncio.timeout(SOON_S):
+            await engine.load(*lora(small_base, tmp_path, 0))
+            await joined(engine, first, second)
+            first.foreign["/v1/models"] = {"data": None}
+            await wait_until(lambda: state_of(engine, first).startswith("down: gave an answer of another form"))
+            assert versions_of(await engine.generate(request())) == [0]
+            first.foreign.clear()
+            await joined(engine, first, second)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("method", ["check", "connect", "unload_unused"])
+def test_a_failure_that_nobody_expected_is_logged_and_its_server_is_used_again(
+    small_base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    async def main() -> None:
+        first, second = StandInServer(small_base), StandInServer(small_base)
+        async with engine_over(tmp_path, first, second) as engine, asyncio.timeout(SOON_S):
+            await engine.load(*lora(small_base, tmp_path, 0))
+            await joined(engine, first, second)
+            (pool,) = engine._pools.values()
+            server: Any = pool._servers[0]
+
+            async def fail(*_args: Any, **_options: Any) -> None:
+                delattr(server, method)
+                raise ZeroDivisionError("a bug")
+
+            setattr(server, method, fail)
+            if method == "connect":
+                server.leave("down", "for a while")
+                pool._recheck()
+            if method == "unload_unused":
+                server.unused.set()
+            # the log keeps it: the server may be up again before its state is read
+            await wait_until(lambda: "is not used: http" in caplog.text)
+            assert "cannot be looked after: ZeroDivisionError" in caplog.text
+            assert versions_of(await engine.generate(request())) == [0]
+            await joined(engine, first, second)
+
+    asyncio.run(main())
+    assert "ZeroDivisionError: a bug" in caplog.text

@@ -1,0 +1,168 @@
+"""Memory for keys and values: requests wait for room, and rows that find none begin again instead of failing."""
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.producers.engines.base import GenerationRequest
+from rollstream.producers.engines.kv_pool import KVPool, PoolShape, left_in_container
+from rollstream.producers.engines.scheduling import JoinLimits, PoolCapacity, WaitingPrompt, joining, padded_length
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.settings import Sampling
+from tests.producers.engines.engine_rig import GROUP, one_by_one, published, run, together
+
+pytestmark = pytest.mark.timeout(60)
+SHAPE = PoolShape(1, 1, 1, torch.float32)
+
+
+def asked(length, seed, max_new_tokens, on_tokens=None):
+    prompt = [5 + (seed + index) % 10 for index in range(length)]
+    return GenerationRequest(GROUP, prompt, Sampling(max_new_tokens=max_new_tokens), seed, "", on_tokens)
+
+
+SHORT = [asked(10, seed, 40) for seed in range(12)]
+LONG, LATE = asked(200, 99, 10), asked(50, 98, 120)
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Sizes (slots, columns) of the pools that were made; above `most` slots times columns there is no memory."""
+    made, make = Sizes(), KVPool._empty
+
+    def bounded(self, slots, columns):
+        made.append((slots, columns))
+        if slots * columns > made.most:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {slots} x {columns}")
+        return make(self, slots, columns)
+
+    monkeypatch.setattr(KVPool, "_empty", bounded)
+    return made
+
+
+class Sizes(list):
+    most = 10**9
+
+
+def ids_of(answers):
+    return [getattr(one, "token_ids", one) for one in answers]
+
+
+@given(
+    waiting=st.lists(st.integers(1, 500), min_size=1, max_size=20),
+    live=st.lists(st.integers(1, 500), max_size=5),
+    most=st.integers(0, 8000),
+)
+def test_rows_join_while_there_is_room_for_the_longest_of_all_and_one_always_joins_alone(waiting, live, most):
+    prompts = [WaitingPrompt("a", 1, 9, length) for length in waiting]
+    capacity = PoolCapacity(len(live), max(live, default=0), most)
+    chosen = joining(prompts, num_live=len(live), limits=JoinLimits(100), capacity_of=lambda _: capacity)
+    assert chosen == list(range(len(chosen)))
+    rows = [*live, *(waiting[index] for index in chosen)]
+    assert len(rows) * padded_length(max(rows, default=0)) <= most or not chosen or len(rows) == 1
+    if not live:
+        assert chosen
+
+
+def test_one_long_row_takes_no_more_than_the_bound_beside_others(folder, versions, sizes):
+    load = (published(folder), versions(0))
+    expected = run(one_by_one([*SHORT, LONG, LATE]), load)
+    sizes.clear()
+    token_bytes = run(token_bytes_of, load)
+    sizes.clear()
+    num_mb = 1
+    answers = run(together([*SHORT, LONG, LATE] * 3), load, kv_cache_mb=num_mb, prefix_cache_mb=0)
+    assert ids_of(answers) == ids_of(expected) * 3
+    assert max(slots * columns for slots, columns in sizes) * token_bytes <= num_mb * 2**20
+
+
+async def token_bytes_of(engine):
+    shape = engine._model_cache.held(GROUP).pool_shape
+    return shape.token_bytes
+
+
+@pytest.mark.parametrize("late", [LONG, LATE], ids=["joins", "grows"])
+def test_rows_that_find_no_memory_begin_again_and_every_answer_is_the_same(folder, versions, sizes, late):
+    async def beside(engine):
+        calls = [asyncio.create_task(engine.generate(one)) for one in SHORT]
+        await engine.generate(asked(9, 1, 1))
+        return await asyncio.gather(*calls, engine.generate(late))
+
+    load = (published(folder), versions(0))
+    expected = run(one_by_one([*SHORT, late]), load)
+    sizes.most = 1000
+    assert ids_of(run(beside, load)) == ids_of(expected)
+
+
+def test_a_row_that_begins_again_hands_no_token_on_twice(folder, versions, sizes):
+    reported = [[] for _ in range(4)]
+    rows = [asked(10, seed, 150, reported[seed].extend) for seed in range(4)]
+    load = (published(folder), versions(0))
+    expected = ids_of(run(one_by_one([asked(10, seed, 150) for seed in range(4)]), load))
+    sizes.most = 300
+    assert ids_of(run(together(rows), load)) == expected
+    for given_on, whole in zip(reported, expected, strict=True):
+        assert given_on == list(whole[: len(given_on)])
+
+
+def test_only_a_row_that_does_not_fit_alone_fails(folder, versions, sizes):
+    async def work(engine):
+        return await asyncio.gather(*map(engine.generate, [*SHORT, LONG, LATE]), return_exceptions=True)
+
+    load = (published(folder), versions(0))
+    expected = ids_of(run(one_by_one([*SHORT, LATE]), load))
+    sizes.most = 192
+    *short, long, late = run(work, load)
+    assert ids_of([*short, late]) == expected
+    with pytest.raises(ModelError, match="CUDA out of memory"):
+        raise long
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 400\ninactive_file 250"}, 550),
+        ({"memory.max": "max", "memory.current": "700", "memory.stat": "inactive_file 250"}, None),
+        ({"memory.max": "1000", "memory.current": "1200", "memory.stat": "inactive_file 0"}, 0),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000",
+                "memory/memory.usage_in_bytes": "300",
+                "memory/memory.stat": "inactive_file 9\ntotal_inactive_file 100",
+            },
+            800,
+        ),
+        ({}, None),
+    ],
+)
+def test_a_container_has_what_its_limit_leaves_beside_what_it_took(tmp_path, files, left):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert left_in_container(tmp_path) == left
+
+
+def test_a_pool_shrinks_to_its_rows_before_it_grows_beyond_its_bound():
+    pool = KVPool(SHAPE, torch.device("cpu"))
+    pool.reserve(100, 100)
+    pool._data[:, :, :3, :90] = 7
+    pool.max_tokens = 20_000
+    pool.reserve(3, 4000)
+    assert pool._data.shape[2] * pool._data.shape[3] <= 20_000
+    assert bool((pool._data[:, :, :3, :90] == 7).all())
+    pool.reserve(200, 91)
+    assert pool._data.shape[2] >= 200
+    assert pool._data.shape[2] * pool._data.shape[3] <= 200 * 128
+    assert bool((pool._data[:, :, :3, :90] == 7).all())
+
+
+def test_answers_arrive_where_there_is_no_memory_to_keep_them_for_later_prompts(folder, versions, monkeypatch):
+    def full(self, slots, width):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    load = (published(folder), versions(0))
+    expected = ids_of(run(one_by_one(SHORT), load))
+    monkeypatch.setattr(KVPool, "take", full)
+    assert ids_of(run(together(SHORT), load)) == expected
