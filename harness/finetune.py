@@ -174,7 +174,9 @@ async def _watched(supervisor: Supervisor, work: Coroutine[Any, Any, object]) ->
 
 @contextmanager
 def _signals() -> Iterator[_Conducted]:
-    """SIGINT and SIGTERM cancel the current task, which ends as Interrupted; a second one kills what it holds."""
+    """SIGINT and SIGTERM cancel the current task, which ends as Interrupted; a second one kills what it holds, and any
+    later one cancels it again: `asyncio.wait_for`, which aiokafka uses, may lose a cancellation (until Python 3.12).
+    """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     received: list[int] = []
@@ -182,7 +184,7 @@ def _signals() -> Iterator[_Conducted]:
 
     def receive(number: int) -> None:
         received.append(number)
-        if len(received) == 1:
+        if len(received) != 2:
             task.cancel()
         elif conducted.run is not None:
             conducted.run.supervisor.kill()

@@ -1,0 +1,31 @@
+"""A run whose first cancellation is lost ends at a later signal."""
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+
+from rollstream.harness.finetune import Interrupted, _signals
+
+
+async def _run_that_loses_a_cancellation() -> None:
+    with _signals():
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+
+async def _interrupt(times: int) -> None:
+    run = asyncio.create_task(_run_that_loses_a_cancellation())
+    for _ in range(times):
+        await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(10):
+        await run
+
+
+def test_the_third_signal_cancels_again() -> None:
+    with pytest.raises(Interrupted):
+        asyncio.run(_interrupt(3))
