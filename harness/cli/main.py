@@ -112,9 +112,6 @@ def main() -> None:
 
 
 def _run() -> None:
-    # torch's threads would wait for each other by spinning: an engine and a learner that train beside each other, each
-    # with as many threads as the machine has cores, would take four times as long
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     find_users_modules()
     gc.set_threshold(COLLECT_AFTER)
     try:

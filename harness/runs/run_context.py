@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -300,9 +300,21 @@ def _supervisor(config: RunConfig, location: RunLocation, run_id: str, artifacts
     return Supervisor(
         specs,
         location.workspace / "logs",
+        environment_of_services(config, os.environ),
         silence_s=_silence(Workspace(location.workspace).health),
         waits_for=lambda: _missing(config, location, folders_of(config, location.workspace, artifacts)),
     )
+
+
+def environment_of_services(config: RunConfig, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the managed services of a run whose own process has those in `env`.
+
+    Where two services compute at the same time, each with as many threads as the machine has cores, a thread of torch
+    that waits for others must not spin: it would keep the core from the other service. Where they take turns, a thread
+    that sleeps would begin its next part late.
+    """
+    compute_together = config.adapter.max_staleness > 0 or config.builder.num_producers > 1
+    return {"OMP_WAIT_POLICY": "PASSIVE", **env} if compute_together else dict(env)
 
 
 def _missing(config: RunConfig, location: RunLocation, folders: Iterable[Path]) -> str:

@@ -372,15 +372,6 @@ def test_a_missing_extra_is_named_with_the_remedy(
     assert_refused(done, "is not installed", "pip install '.[learner]'")
 
 
-@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}])
-def test_idle_threads_of_torch_leave_the_cores_to_other_services(own: dict[str, str]) -> None:
-    run = "import os; from rollstream.harness.cli.main import main\ntry: main()\n"
-    run += "finally: print(os.environ['OMP_WAIT_POLICY'])"
-    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | own
-    done = subprocess.run([sys.executable, "-c", run, "--version"], capture_output=True, text=True, env=env, check=True)
-    assert done.stdout.splitlines()[-1] == own.get("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def test_parquet_needs_a_file(tmp_path: Path) -> None:
     assert_refused(rollstream("sql", "SELECT 1", "--format", "parquet", "-w", str(tmp_path)), "--output")
 

@@ -12,7 +12,7 @@ from rollstream.eventlog.disk_space import disk_of, disks_of
 from rollstream.harness.config import file as config_file
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.progress import Progress
-from rollstream.harness.runs.run_context import RunRequest, has_free_space, held
+from rollstream.harness.runs.run_context import RunRequest, environment_of_services, has_free_space, held
 from rollstream.schemas.errors import ConfigError
 
 
@@ -47,6 +47,24 @@ def test_a_disk_is_looked_at_once_however_many_folders_lie_on_it(tmp_path: Path)
     folders = [tmp_path / "a", tmp_path / "b" / "c"]
     assert [disk.folder for disk in disks_of(folders)] == [tmp_path / "a"]
     assert disk_of(tmp_path / "b").total_bytes == disk_of(tmp_path).total_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("section", "block", "own", "expected"),
+    [
+        ("trainer_adapters", {}, {}, None),
+        ("trainer_adapters", {"max_staleness": 1}, {}, "PASSIVE"),
+        ("trajectory_builders", {"num_producers": 2}, {}, "PASSIVE"),
+        ("trainer_adapters", {"max_staleness": 1}, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+    ],
+)
+def test_threads_of_services_that_compute_at_the_same_time_do_not_spin(
+    written: dict[str, Any], section: str, block: dict[str, Any], own: dict[str, str], expected: str | None
+) -> None:
+    next(iter(written[section].values())).update(block)
+    found = environment_of_services(config_file.resolve(written).config, {"PATH": "/bin", **own})
+    assert found.get("OMP_WAIT_POLICY") == expected
+    assert found["PATH"] == "/bin"
 
 
 def test_a_port_that_a_gateway_cannot_have_is_found_before_the_run(written: dict[str, Any], tmp_path: Path) -> None:
