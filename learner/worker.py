@@ -26,13 +26,11 @@ from rollstream.schemas.errors import (
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted
 from rollstream.schemas.permissions import NOTHING, Permissions
 from rollstream.schemas.settings import EXTERNAL, FROZEN
-from rollstream.schemas.variables import recordable
+from rollstream.schemas.variables import MAX_JOB_ERROR, recordable
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-MAX_ERROR_CHARS = 4000
-"""Characters of a job's error: an algorithm of users' may raise a message of any length."""
 
 
 class Worker:
@@ -195,7 +193,7 @@ class Worker:
 
     async def _fail(self, job: JobSubmitted, context: LearnerContext, error: RollstreamError) -> None:
         """Say that a job has failed. Raises FencedError if that is for another learner to say by now."""
-        reason = recordable(self._permissions.conceal(str(error)), MAX_ERROR_CHARS) or type(error).__name__
+        reason = recordable(self._permissions.conceal(str(error)), MAX_JOB_ERROR) or type(error).__name__
         logger.error("job=%s failed: %s", job.job_id, reason)
         publisher = self._publishers.get(job.model_group)
         if publisher is not None:

@@ -18,6 +18,8 @@ from rollstream.schemas.errors import ConfigError
 
 MAX_MESSAGE = 500
 """Characters of what others' code raised that an event holds."""
+MAX_JOB_ERROR = 4000
+"""Characters of the reason why a job or run failed: users' code may raise a message of any length."""
 MIN_SECRET_CHARS = 4
 """A shorter value is left in messages: to replace it would garble them and keep no secret."""
 MIN_PATH_CHARS = 12

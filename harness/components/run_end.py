@@ -14,7 +14,7 @@ from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import RunEnded
 from rollstream.schemas.finetuning import TrainingStatusEnum
 from rollstream.schemas.settings import EXTERNAL
-from rollstream.schemas.variables import conceal
+from rollstream.schemas.variables import MAX_JOB_ERROR, conceal, recordable
 
 GRACE_S = 30.0
 """Maximum seconds for a trainer to return after the run can no longer continue."""
@@ -102,9 +102,10 @@ def failure_of(statuses: Iterable[Any]) -> str | None:
 async def finalize_run(handle: RunHandle, *, is_completed: bool, message: str = "") -> None:
     """Bring a completed run's job to its end; write that a failed one failed. What is over stays as it is.
 
-    `message` is others' word and is written without secrets. Raises what a service or the log failed with.
+    `message` is others' word: it is written without secrets, and as long as an event allows. Raises what a service or
+    the log failed with.
     """
-    message = conceal(message)
+    message = recordable(message, MAX_JOB_ERROR)
     progress = handle.progress
     if progress.ended is not None:
         return

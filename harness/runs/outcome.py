@@ -22,7 +22,7 @@ from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ArtifactError, RollstreamError, StoreUnavailableError
 from rollstream.schemas.events import GroupClosed, RunEnded, VersionJudged, WeightsPublished
 from rollstream.schemas.settings import JobSpec
-from rollstream.schemas.variables import conceal, expand
+from rollstream.schemas.variables import MAX_JOB_ERROR, expand, recordable
 
 CATCH_UP_TIMEOUT_S = 60.0
 MAX_REPEATED = 100
@@ -113,7 +113,8 @@ async def end(
         message = "; ".join(filter(None, [message, *replaced]))
     if progress.ended is None:
         cause = "completed" if state == "completed" else "failed"
-        await log.send(RunEnded(run_id=progress.run_id, time_ms=time_ms, cause=cause, message=conceal(message)))
+        text = recordable(message, MAX_JOB_ERROR)
+        await log.send(RunEnded(run_id=progress.run_id, time_ms=time_ms, cause=cause, message=text))
     first, last, num_epochs = _rewards(progress, run)
     return Outcome(progress.run_id, state, progress.version, message, exported, num_epochs, first, last)
 

@@ -28,9 +28,12 @@ from rollstream.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
+from rollstream.schemas.variables import MAX_JOB_ERROR
 from tests.rigs.runs.epochwise_rig import EpochwiseRig, configuration
 
 EXACT = {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-0.5, -0.1]}
+LONG = " \ud83d " + "x" * 2_000_000
+"""Half of a surrogate pair, and more than a record may have."""
 
 
 class TextConfig(TrajectoryBuilderConfig, name="untrained_test_builder"):
@@ -216,9 +219,11 @@ def test_a_run_that_fails_before_its_first_epoch_is_on_the_log_as_failed(tmp_pat
     async def scenario() -> list[RunEnded]:
         rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
-            await run_end.finalize_run(handle, is_completed=False, message="no dataset")
+            await run_end.finalize_run(handle, is_completed=False, message="no dataset" + LONG)
         assert [event.run_id for event in await rig.events("groups", RunStarted)] == ["run-1"]
         return await rig.events("groups", RunEnded)
 
     (event,) = asyncio.run(scenario())
-    assert (event.cause, event.message) == ("failed", "no dataset")
+    assert event.cause == "failed"
+    assert event.message.startswith("no dataset \\ud83d x")
+    assert len(event.message) == MAX_JOB_ERROR
