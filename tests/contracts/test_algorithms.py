@@ -17,6 +17,10 @@ from rollstream.schemas.settings import NEWEST_REVISION
 from tests.contracts.algorithms import OTHERS, TAIL, Case, case_of, close
 from tests.rigs.default_type import default_type
 
+JUDGE_ROWS_ALONE = {"expert_iteration", "kto", "ppo", "rae"}
+"""They compare a reward with a bound or with earlier batches, not with those of its group."""
+WITHOUT_ADVANTAGES = {"dpo", "expert_iteration", "malt", "opd", "opsd", "sft"}
+
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -85,12 +89,32 @@ def test_rewards_that_are_equal_give_no_gradient_where_rewards_count(case: Case)
         assert (result.num_optimizer_steps, result.num_tokens) == (0, 0)
         return
     grads, _, weights = case.train(flat)
-    if case.settings.name in ("ppo", "rae"):  # which compare rewards with 0 and with those of earlier batches
+    if case.settings.name in JUDGE_ROWS_ALONE:
         assert any(value.abs().max() > 0 for value in grads.values())
-    elif case.settings.needs.behaviour and case.settings.needs.rewards:
+    elif case.settings.needs.rewards:
         assert all(value.abs().max() == 0 for value in grads.values())
-    elif not case.settings.needs.rewards:
+    else:
         assert weights == case.train(batch)[2], "rewards play no part"
+
+
+def test_advantages_of_0_give_no_gradient(case: Case) -> None:
+    advantages: list[Any] = []
+
+    class Even(Algorithm):
+        """The algorithm with an advantage of 0 for every token."""
+
+        def prepare(self, batch: BatchView, settings: Any) -> Prepared:
+            prepared = case.algorithm.prepare(batch, settings)
+            advantages.extend(prepared.advantages)
+            return replace(prepared, advantages=[np.zeros_like(one) for one in prepared.advantages])
+
+        loss: Any = case.algorithm.loss
+        metrics: Any = case.algorithm.metrics
+
+    grads, _, _ = case.train(case.batch, Even())
+    has_gradient = any(value.abs().max() > 0 for value in grads.values())
+    assert has_gradient == (not advantages), "only losses without advantages have a gradient"
+    assert advantages or case.settings.name in WITHOUT_ADVANTAGES
 
 
 def test_micro_batches_change_no_gradient_and_no_metric(case: Case) -> None:
