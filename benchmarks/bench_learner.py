@@ -146,9 +146,14 @@ def model_with_tokenizer(size: str, folder: Path, dtype: torch.dtype = torch.flo
 
 
 async def phases_of(
-    folder: str, size: str, checkpoint_every: int, versions: int, *, device: str = "cpu"
+    folder: str, size: str, checkpoint_every: int, versions: int, *, device: str = "cpu", is_ahead: bool = False
 ) -> dict[str, float]:
-    """Medians over a job's versions without the first of several: 2 groups of 8, prompts and answers of 64 tokens."""
+    """Medians over a job's versions without the first of several: 2 groups of 8, prompts and answers of 64 tokens.
+
+    `is_ahead`: all manifests are planned at the beginning, so each version but the last, which then does not count, is
+    written while the next batch is trained. Otherwise each is planned when the version before it is published. `busy`:
+    sum of all phases but `wait`.
+    """
     path = model_of(size, Path(folder) / "model", device=device)
     log = MemoryLog(num_partitions=1)
     run: dict[str, Any] = {"run_id": "bench", "time_ms": 1}
@@ -157,24 +162,27 @@ async def phases_of(
     how: dict[str, Any] = {"checkpoint_every": checkpoint_every, "revision": NEWEST_REVISION}
     settings = JobSettings(kind="rl", model=model, num_versions=versions, **how)
     await log.send(JobSubmitted(**run, **job, base_version=0, settings=settings))
-    previous = codec.EMPTY_SHA256
-    for index in range(versions):
-        planned = await manifest(log, {**run, **job}, index, previous)
-        previous = codec.content_digest(planned)
-        await log.send(planned)
+    previous, num_planned = codec.EMPTY_SHA256, 0
     permissions = Permissions.of([f"model:{path}"], {})
     artifacts, kept = ArtifactStore(f"{folder}/artifacts"), Path(folder) / "checkpoints"
     worker = Worker(log, artifacts, name="bench", checkpoints=kept, threads=1, permissions=permissions)
     running, found = asyncio.create_task(worker.run()), list[StepTrained]()
     while len(found) < versions and not running.done():
-        await asyncio.sleep(0.5)
+        while num_planned < (versions if is_ahead else len(found) + 1):
+            planned = await manifest(log, {**run, **job}, num_planned, previous)
+            previous, num_planned = codec.content_digest(planned), num_planned + 1
+            await log.send(planned)
+        await asyncio.sleep(0.1)
         records = [codec.decode(one).event async for one in read_to_end(log, "weights", {0: 0})]
         found = [event for event in records if isinstance(event, StepTrained)]
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
-    names, counted = sorted({name for step in found for name in step.seconds}), found[1:] or found
-    return {name: round(statistics.median(one.seconds.get(name, 0.0) for one in counted), 3) for name in names}
+    names, counted = sorted({name for step in found for name in step.seconds}), found[1 : -1 if is_ahead else None]
+    counted = counted or found
+    medians = {name: statistics.median(one.seconds.get(name, 0.0) for one in counted) for name in names}
+    busy_s = statistics.median(sum(one.seconds.values()) - one.seconds["wait"] for one in counted)
+    return {name: round(value, 3) for name, value in {**medians, "busy": busy_s}.items()}
 
 
 async def manifest(log: MemoryLog, common: dict[str, Any], index: int, previous: str) -> BatchPlanned:
@@ -208,11 +216,12 @@ async def manifest(log: MemoryLog, common: dict[str, Any], index: int, previous:
 
 
 def measure_phases(size: str, versions: int, output: Path | None) -> None:
-    """Print and keep the phases with a checkpoint for each version, and with one for the last version alone."""
+    """Print and keep the phases with a checkpoint for each version, beside training or not, and with one for the last."""
     report: dict[str, Any] = {"cores": os.cpu_count(), "threads": 1, "size": size, "versions": versions}
-    for every in sorted({1, versions}):
+    for every, is_ahead in dict.fromkeys([(1, False), (1, True), (versions, False)]):
+        name = f"checkpoint_every {every}" + (", planned ahead" if is_ahead else "")
         with tempfile.TemporaryDirectory() as folder:
-            report[f"checkpoint_every {every}"] = asyncio.run(phases_of(folder, size, every, versions))
+            report[name] = asyncio.run(phases_of(folder, size, every, versions, is_ahead=is_ahead))
     report["peak_gib"] = round(peak_bytes() / 2**30, 1)
     text = json.dumps(report, indent=2)
     print(text)

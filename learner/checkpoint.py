@@ -182,7 +182,7 @@ class CheckpointFolder:
 
 
 class CheckpointWriter:
-    """Writes into the folder of a model group in the training thread, once there is space on a full disk."""
+    """Writes into the folder of a model group, in a thread that is given, once there is space on a full disk."""
 
     def __init__(self, folder: CheckpointFolder, retry: Retry, in_thread: Callable[..., Awaitable[Any]]) -> None:
         self._folder = folder

@@ -1,9 +1,9 @@
-"""One job from its first manifest to its last: restores, trains, checkpoints, publishes; long work is in threads."""
+"""One job from its first manifest to its last: restores, trains, has versions written; long work is in threads."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,21 +11,19 @@ from typing import Any, TypeVar
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifact_retry import Retry
-from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import EventLog
-from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, CheckpointWriter
+from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder
 from rollstream.learner.inbox import Inbox, check_follows, check_next
 from rollstream.learner.model.memory import within_memory
-from rollstream.learner.model.policy import from_bytes
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
-from rollstream.learner.publisher import Publisher, difference, step_trained, with_phase
+from rollstream.learner.publisher import Publisher, difference
 from rollstream.learner.reading.members import MemberReader
 from rollstream.learner.scoring.scoring import ScoreWriter
 from rollstream.learner.trainer import JobTrainer, drop
 from rollstream.learner.untrained import end_of
+from rollstream.learner.version_writer import Trained, VersionWriter
 from rollstream.schemas.errors import (
     ArtifactError,
     ConfigError,
@@ -34,9 +32,9 @@ from rollstream.schemas.errors import (
     StoreUnavailableError,
     VersionDivergedError,
 )
-from rollstream.schemas.events import BatchPlanned, JobSubmitted, StepTrained, WeightsPublished
+from rollstream.schemas.events import BatchPlanned, JobSubmitted, WeightsPublished
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.settings import FROZEN, ArtifactRef
+from rollstream.schemas.settings import FROZEN
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,7 +47,9 @@ class LearnerContext:
     log: EventLog
     inbox: Inbox
     executor: ThreadPoolExecutor
-    """Its one thread does everything that torch does."""
+    """Its one thread does everything that torch computes."""
+    writing: ThreadPoolExecutor
+    """Its one thread writes what is trained, while the next batch is."""
     checkpoints: Path
     threads: int | None
     retry: Retry
@@ -59,8 +59,15 @@ class LearnerContext:
 
     async def in_training_thread(self, work: Callable[[], T]) -> T:
         """Run blocking work in the training thread. Raises ModelError if memory runs out in a process alone."""
+        return await self._in(self.executor, work)
+
+    async def in_writing_thread(self, work: Callable[[], T]) -> T:
+        """The same where files are written: of several processes all take part, in their only thread."""
+        return await self._in(self.writing if self.ranks.num == 1 else self.executor, work)
+
+    async def _in(self, executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         fitting = within_memory("the job", alone=self.ranks.num == 1)(work)
-        return await asyncio.get_running_loop().run_in_executor(self.executor, fitting)
+        return await asyncio.get_running_loop().run_in_executor(executor, fitting)
 
 
 class JobRun:
@@ -72,7 +79,16 @@ class JobRun:
         self._in_thread = context.in_training_thread
         self._publisher = publisher
         self._folder = CheckpointFolder(context.checkpoints, job.model_group)
-        self._writer = CheckpointWriter(self._folder, context.retry, self._in_thread)
+        self._writer = VersionWriter(
+            job,
+            self._folder,
+            context.inbox,
+            publisher,
+            lambda: self.trainer,
+            context.retry,
+            in_training_thread=context.in_training_thread,
+            in_writing_thread=context.in_writing_thread,
+        )
         self._members = MemberReader(context.log)
         state = context.inbox.state
         self._scorer = ScoreWriter(
@@ -83,6 +99,8 @@ class JobRun:
         self._idle_since = time.monotonic()
         self._carried: dict[str, float] = {}
         """Seconds of a version after its StepTrained was sent; recorded in the next StepTrained, or in JobSucceeded."""
+        self._trained: Trained | None = None
+        """The batch before the next manifest, if its version is written while that is trained."""
         self._trainer: JobTrainer | None = None
 
     @property
@@ -111,12 +129,16 @@ class JobRun:
         self._idle_since = time.monotonic()
         logger.info("job=%s begins at manifest %s", self.job.job_id, self._next_index)
 
-    async def advance(self) -> bool:
-        """Train the next manifest, or end the job after its last. False if there is nothing to do yet."""
+    async def advance(self, *, is_alone: bool = False) -> bool:
+        """Train the next manifest, or end the job after its last. False if there is nothing to do yet.
+
+        `is_alone`: no other job waits for the training thread. Then the version of a batch whose next manifest is
+        planned is written by the next call, while that is trained.
+        """
         if self.job.settings.kind == FROZEN:
             return await self._end(self.job.time_ms)
         if (manifest := self.next_manifest) is not None:
-            await self._train(manifest)
+            await self._train(manifest, is_alone=is_alone)
             return True
         state = self._context.inbox.state.job(self.job.job_id)
         if any(index > self._next_index for index in state.manifests):
@@ -133,7 +155,10 @@ class JobRun:
         return await self._end(seal.time_ms)
 
     async def close(self) -> None:
-        """Drop data that was read ahead."""
+        """Drop data that was read ahead, and a batch whose version is not written."""
+        if self._trained is not None and self._trained.weights is not None:
+            self._trained.weights.path.unlink(missing_ok=True)
+        self._trained = None
         await self._members.close()
 
     async def drop(self) -> None:
@@ -185,7 +210,7 @@ class JobRun:
             raise self._context.inbox.missing(f"version {job.base_version} of {job.model_group}", "weights")
         if job.fork is not None:
             await self._load_fork()
-        weights = await self._writer.weights(job.base_version, await self._in_thread(self.trainer.model.published))
+        weights = await self._writer.weights(job.base_version)
         artifact = await self._publisher.put(weights)
         weights.path.unlink(missing_ok=True)
         await self._publisher.publish_base(job, self.trainer.model, artifact)
@@ -231,54 +256,69 @@ class JobRun:
         self._next_index = checkpoint.position.next_index
         self._previous_sha256 = checkpoint.position.previous_sha256
         step = checkpoint.position.step
-        weights = await self._as_published(step.version)
+        weights = await self._writer.weights(step.version)
         step = step.model_copy(update={"weights_sha256": weights.sha256})
-        await self._publish(step, self._stored(step.version, weights))
+        await self._writer.publish(step, await self._writer.stored(step.version, weights))
         weights.path.unlink(missing_ok=True)
         self._context.inbox.forget(self.job, next_index=self._next_index, version=checkpoint.position.version)
 
-    async def _train(self, manifest: Manifest) -> None:
-        """Train one manifest and publish its version. The order of what is kept:
-
-        1. the weights as published, for the checkpoint and the artifact to link
-        2. the checkpoint, if one is due: weights, optimizer, position and the StepTrained to be sent
-        3. the artifact, which is stored while the checkpoint is written
-        4. StepTrained, WeightsPublished, JobProgressed, as far as the log lacks them, if nobody else has claimed
-        5. checkpoints, then artifacts that nothing needs any more are removed
-
-        A crash before 2 trains the manifest again; after it, the restart publishes from the checkpoint.
-        """
-        planned = manifest.planned
-        check_follows(planned, self.job, self._previous_sha256)
+    async def _train(self, manifest: Manifest, *, is_alone: bool) -> None:
+        """Train one manifest, and write the version before meanwhile, if that is left to do. Then write its own."""
+        planned, before = manifest.planned, self._trained
         seconds = {**self._carried, "wait": time.monotonic() - self._idle_since}
-        result = await self._applied(planned)
-        if await self._publisher.is_over(self.job):
-            return
-        began = time.monotonic()
-        weights = await self._as_published(planned.yields_version)
-        seconds |= {**result.seconds, "hash": time.monotonic() - began}
-        step = step_trained(self.job, manifest, result, weights.sha256, term=self._publisher.term, seconds=seconds)
+        self._trained, self._carried = None, {}
+        result = await (self._next_result(planned) if before is None else self._beside(before, planned))
         self._next_index, self._previous_sha256 = planned.index + 1, manifest.digest
-        failpoint("learner/after-train-before-checkpoint")
-        storing = asyncio.ensure_future(self._stored(step.version, weights))
-        try:
-            step = await self._save(step, weights)
-            failpoint("learner/between-checkpoint-and-publish")
-            sent_at = await self._publish(step, storing)
-        finally:
-            storing.cancel()
-            weights.path.unlink(missing_ok=True)
-        if self._is_checkpoint_due(step):
-            self._context.inbox.forget(self.job, next_index=self._next_index, version=step.version)
-        await self._in_thread(self._prune)
-        checkpoints = self._folder.versions()  # restarts need all above them: see `GroupNeeds.trained_again`
-        needed = [one for one in self._adopted() if one <= max(checkpoints, default=-1)]
-        await self._publisher.collect({*checkpoints, *needed}, step.time_ms)
+        trained = Trained(manifest, result, seconds)
+        if is_alone and self._may_be_beside(planned):
+            self._trained = await self._writer.held(trained)
+        else:
+            self._carried = await self._writer.finish(trained, self._next_index)
         self._idle_since = time.monotonic()
-        self._carried = {"finish": self._idle_since - sent_at}
 
-    async def _applied(self, planned: BatchPlanned, *, is_passed: bool = False) -> StepResult:
-        """Train a manifest's members, or return to the version that it adopts. `is_passed`: to go further."""
+    def _may_be_beside(self, planned: BatchPlanned) -> bool:
+        """Whether a batch's version may be written while the next batch is trained.
+
+        That one must be planned. What puts other weights into the model meanwhile excludes it: a rollback, scores under
+        other weights, and published weights that count in place of those trained again. Several processes write
+        together, in the thread that trains.
+        """
+        following, trainer = self.next_manifest, self.trainer
+        return (
+            following is not None
+            and planned.adopts is None
+            and following.planned.adopts is None
+            and trainer.scoring.is_idle
+            and not trainer.needs_reference
+            and self._context.ranks.num == 1
+            and self._publisher.kept(self.job, planned.yields_version, 0) is None
+        )
+
+    async def _beside(self, before: Trained, planned: BatchPlanned) -> StepResult:
+        """Train a manifest's members while the version before is written, whose errors come first."""
+        in_use = before.in_use
+        training = asyncio.ensure_future(self._next_result(planned, before_step=in_use.wait))
+        try:
+            await self._writer.finish(before, self._next_index)
+        finally:
+            in_use.abandon()  # without effect once it is released
+            found = (await asyncio.gather(training, return_exceptions=True))[0]
+        if isinstance(found, BaseException):
+            raise found
+        optimizer_s = found.seconds["optimizer"] - in_use.held_s
+        return replace(found, seconds={**found.seconds, "optimizer": optimizer_s, "hold": in_use.held_s})
+
+    async def _next_result(self, planned: BatchPlanned, *, before_step: Callable[[], None] | None = None) -> StepResult:
+        check_follows(planned, self.job, self._previous_sha256)
+        return await self._applied(planned, before_step=before_step)
+
+    async def _applied(
+        self, planned: BatchPlanned, *, is_passed: bool = False, before_step: Callable[[], None] | None = None
+    ) -> StepResult:
+        """Train a manifest's members, or return to the version that it adopts. `is_passed`: to go further.
+
+        `before_step`: see `JobTrainer.train`.
+        """
         began = time.monotonic()
         if planned.adopts is not None:
             await self._return_to(planned.adopts, is_passed=is_passed)
@@ -293,7 +333,9 @@ class JobRun:
         if (following := manifests.get(planned.index + 1)) is not None:
             self._members.begin(following.planned)
         result = await self._in_thread(
-            lambda: self.trainer.train(planned, trajectories, scores=scores, micro_batch_tokens=known)
+            lambda: self.trainer.train(
+                planned, trajectories, scores=scores, micro_batch_tokens=known, before_step=before_step
+            )
         )
         return replace(result, seconds={**seconds, **result.seconds})
 
@@ -328,72 +370,10 @@ class JobRun:
         group = self._context.inbox.state.group(self.job.model_group)
         step = group.step_of(version)
         known = step or group.published.get(version)
-        weights = await self._as_published(version)
+        weights = await self._writer.weights(version)
         weights.path.unlink(missing_ok=True)
         if known is not None and known.weights_sha256 != weights.sha256:
             raise VersionDivergedError(
                 f"version {version} of model group {self.job.model_group} is published with hash "
                 f"{known.weights_sha256}; going back gave {weights.sha256}: {difference(step, self._context.ranks.num)}"
             )
-
-    async def _as_published(self, version: int) -> HashedFile:
-        """The model's weights in a file as they are published, which its user removes.
-
-        With `model.deterministic` off, a version that the log knows with other bits is taken over from there first.
-        Raises ArtifactError if it was collected.
-        """
-        written = await self._writer.weights(version, await self._in_thread(self.trainer.model.published))
-        kept = self._publisher.kept(self.job, version, written.size_bytes)
-        if self.job.settings.model.deterministic or kept is None or kept.sha256 == written.sha256:
-            return written
-        written.path.unlink(missing_ok=True)
-        logger.warning("version=%s was trained again with other bits: its published weights count", version)
-        tensors = from_bytes(await self._publisher.read(kept), f"artifact {kept.uri}")
-        await self._in_thread(lambda: self.trainer.model.load_weights(tensors))
-        return await self._writer.weights(version, tensors)
-
-    def _prune(self) -> None:
-        """Remove checkpoints that neither the settings keep nor a planned rollback needs."""
-        settings = self.job.settings
-        self._folder.prune(keep_last=settings.keep_last, keep_every=settings.keep_every, needed=self._adopted())
-
-    def _adopted(self) -> list[int]:
-        """Versions that planned manifests return to."""
-        manifests = self._context.inbox.state.job(self.job.job_id).manifests
-        return [one.planned.adopts for one in manifests.values() if one.planned.adopts is not None]
-
-    async def _save(self, step: StepTrained, weights: HashedFile) -> StepTrained:
-        """Write a checkpoint if one is due, once there is room; the step with the seconds that it took."""
-        if not self._is_checkpoint_due(step):
-            return step
-        position = CheckpointPosition(
-            job_id=self.job.job_id,
-            version=step.version,
-            next_index=self._next_index,
-            previous_sha256=self._previous_sha256,
-            step=step,
-        )
-        began = time.monotonic()
-        checkpoint = await self._in_thread(lambda: self.trainer.checkpoint(position, weights))
-        await self._writer.checkpoint(checkpoint)
-        return with_phase(step, "checkpoint", time.monotonic() - began)
-
-    def _is_checkpoint_due(self, step: StepTrained) -> bool:
-        settings = self.job.settings
-        if step.adopts is not None:
-            return True  # a restart would have to go back once more
-        return self._next_index % settings.checkpoint_every == 0 or self._next_index == settings.num_versions
-
-    async def _stored(self, version: int, weights: HashedFile) -> ArtifactRef:
-        """Store a version's artifact unless it is published: storing it again would bring back a collected one."""
-        known = self._context.inbox.state.group(self.job.model_group).published.get(version)
-        return known.artifact if known else await self._publisher.put(weights)
-
-    async def _publish(self, step: StepTrained, storing: Awaitable[ArtifactRef]) -> float:
-        """Send a version once it is stored; the moment (monotonic, s) up to which its StepTrained counts its phases."""
-        began = time.monotonic()
-        artifact = await storing
-        sent_at = time.monotonic()
-        step = with_phase(step, "publish", sent_at - began)
-        await self._publisher.publish_step(self.job, self.trainer.model, step, artifact)
-        return sent_at

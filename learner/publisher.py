@@ -255,9 +255,9 @@ def step_trained(
     )
 
 
-def with_phase(step: StepTrained, phase: str, duration_s: float) -> StepTrained:
-    """The step with one more phase in its durations, and its tokens/s over all of them."""
-    seconds = {**step.seconds, phase: duration_s}
+def with_phases(step: StepTrained, phases: Mapping[str, float]) -> StepTrained:
+    """The step with more phases in its durations, and its tokens/s over all of them."""
+    seconds = {**step.seconds, **phases}
     busy_s = _busy(seconds)
     tokens = step.tokens_per_s * _busy(step.seconds)
     return step.model_copy(update={"seconds": seconds, "tokens_per_s": tokens / busy_s if busy_s else 0.0})

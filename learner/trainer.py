@@ -1,7 +1,8 @@
 """Model and optimizer of one job between two manifests. Blocking; always used from the one thread that trains."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -179,7 +180,7 @@ class JobTrainer:
         """Write the state of all processes into a folder; the sha256 of each file by name. Raises OSError."""
         ranks = self.model.ranks
         with ranks.together("write_shards", str(folder.absolute()).encode()):
-            own = write_shards(self._state(), folder)
+            own = write_shards(self.state(), folder)
             return {
                 name: sha256 for one in ranks.gathered(orjson.dumps(own)) for name, sha256 in orjson.loads(one).items()
             }
@@ -197,17 +198,24 @@ class JobTrainer:
         if self.model.device.type == "cuda" and "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self.model.device)
 
-    def checkpoint(self, position: CheckpointPosition, weights: HashedFile | None = None) -> Checkpoint:
-        """Everything to go on from, as it is now. `weights`: the file of those of `published`."""
+    def checkpoint(
+        self,
+        position: CheckpointPosition,
+        weights: HashedFile | None = None,
+        state: Mapping[str, Tensor] | None = None,
+    ) -> Checkpoint:
+        """Everything to go on from: `state`, or what it is now. `weights`: the file of those of `published`."""
+        found = dict(self.state() if state is None else state)
         if self.model.ranks.num > 1:
-            return Checkpoint(position, self._state(), write=self.write_shards)
-        return Checkpoint(position, self._state(), weights if self.model.publishes_exactly else None)
+            return Checkpoint(position, found, write=self.write_shards)
+        return Checkpoint(position, found, weights if self.model.publishes_exactly else None)
 
     def copied_state(self) -> dict[str, Tensor]:
         """Everything to go on from, copied to main memory."""
-        return {name: value.detach().to("cpu", copy=True) for name, value in self._state().items()}
+        return {name: value.detach().to("cpu", copy=True) for name, value in self.state().items()}
 
-    def _state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
+        """Everything to go on from. The next optimizer step changes its weights and moments: they are no copies."""
         tensors = {f"weights/{name}": value for name, value in self.model.weights().items()}
         state = state_tensors(self._optimizer, self.model.trainable())
         tensors |= {f"optimizer/{name}": value for name, value in state.items()}
@@ -228,11 +236,13 @@ class JobTrainer:
         scores: Scores = NONE,
         micro_batch_tokens: Sequence[int] | None = None,
         first: Mapping[str, Any] | None = None,
+        before_step: Callable[[], None] | None = None,
     ) -> StepResult:
         """Train on a manifest's trajectories, given in its order. Raises DecodeError, RunFailedError.
 
         `scores`: what is `asked`. `micro_batch_tokens`: as StepTrained has them of the same manifest, if it was trained
-        before. `first`: the budget of the first of several processes, to its followers.
+        before. `first`: the budget of the first of several processes, to its followers. `before_step`: is called before
+        each optimizer step; until the first one `state` stays as it is.
         """
         compute_as_set(self._settings)
         self._budget.begin(micro_batch_tokens)
@@ -242,7 +252,8 @@ class JobTrainer:
         batch = replace(self.batch(planned, trajectories, scores), statistics=self._statistics)
         ranks = self.model.ranks
         given = self._budget.to_others()
-        with ranks.together("train", encoded(planned, trajectories, scores, given) if ranks.num > 1 else b""):
+        data = encoded(planned, trajectories, scores, given) if ranks.num > 1 else b""
+        with self._calling(before_step), ranks.together("train", data):
             result = train_batch(
                 self.model,
                 self._optimizer,
@@ -267,6 +278,18 @@ class JobTrainer:
         self._warn_of_mismatch(result, planned)
         metrics = {**result.metrics, **manifest_metrics(planned)}
         return replace(result, metrics=metrics, scores_sha256=scores.sha256)
+
+    @contextmanager
+    def _calling(self, before_step: Callable[[], None] | None) -> Iterator[None]:
+        """A context in which each optimizer step calls a function first."""
+        if before_step is None:
+            yield
+            return
+        hook = self._optimizer.register_step_pre_hook(lambda *_: before_step())
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _check_token_ids(self, trajectories: Sequence[TrajectoryAssembled]) -> None:
         for trajectory in trajectories:

@@ -73,9 +73,18 @@ class Worker:
         """Serve jobs until cancelled. Raises FencedError, VersionDivergedError, and LogError if the log is gone."""
         file = self._checkpoints / f"{quote(self._name, safe='')}.position.json"
         inbox = await Inbox.open(self._log, self._artifacts, file=file, model_groups=self._model_groups)
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
+        training = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
+        writing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writing")
         context = LearnerContext(
-            self._log, inbox, executor, self._checkpoints, self._threads, self._retry, self._permissions, self._ranks
+            self._log,
+            inbox,
+            training,
+            writing,
+            self._checkpoints,
+            self._threads,
+            self._retry,
+            self._permissions,
+            self._ranks,
         )
         logger.info("ready")
         try:
@@ -84,7 +93,7 @@ class Worker:
                 current = await self._current(context)
                 self._log_bases(current)
                 for job in current:
-                    is_busy |= await self._serve(job, context)
+                    is_busy |= await self._serve(job, context, is_alone=len(current) == 1)
                 await inbox.poll(timeout_s=0.0 if is_busy else POLL_S)
                 inbox.save()
         except asyncio.CancelledError:
@@ -92,7 +101,8 @@ class Worker:
             raise
         finally:
             await self._close(list(self._runs))
-            await asyncio.to_thread(executor.shutdown)
+            for executor in (training, writing):
+                await asyncio.to_thread(executor.shutdown)
             await inbox.close()
 
     async def _current(self, context: LearnerContext) -> list[JobSubmitted]:
@@ -141,10 +151,10 @@ class Worker:
             await context.inbox.catch_up(("jobs",))
         return bool(jobs)
 
-    async def _serve(self, job: JobSubmitted, context: LearnerContext) -> bool:
+    async def _serve(self, job: JobSubmitted, context: LearnerContext, *, is_alone: bool) -> bool:
         """Take a job one piece further; False if it waits. Its own failure is an event and not the worker's end."""
         try:
-            is_busy = await self._advance(job, context)
+            is_busy = await self._advance(job, context, is_alone=is_alone)
         except FencedError:
             raise
         except VersionDivergedError as error:
@@ -157,10 +167,10 @@ class Worker:
             return True
         return is_busy
 
-    async def _advance(self, job: JobSubmitted, context: LearnerContext) -> bool:
+    async def _advance(self, job: JobSubmitted, context: LearnerContext, *, is_alone: bool) -> bool:
         run = self._runs.get(job.model_group)
         if run is not None and run.job.job_id == job.job_id:
-            is_busy = await run.advance()
+            is_busy = await run.advance(is_alone=is_alone)
             if is_busy:
                 await context.inbox.catch_up(("jobs",))
             return is_busy

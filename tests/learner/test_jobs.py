@@ -101,8 +101,12 @@ def test_dropout_is_off_where_ratios_are_computed(lab: Any, kind: Any, revision:
 def test_tokens_per_second_count_all_phases_but_wait_and_what_follows_on_sending_in_the_next_step(lab: Any) -> None:
     async def scenario() -> None:
         job = await lab.submit(num_versions=2)
-        await lab.plan(job, 2)
-        await lab.work(lab.has(JobSucceeded))
+        (planned,) = await lab.plan(job, 1, seal=False)
+        working = asyncio.create_task(lab.work(lab.has(JobSucceeded)))
+        while not await lab.has(JobProgressed)():
+            await asyncio.sleep(0.01)
+        await lab.plan(job, 1, first=1, previous=codec.content_digest(planned))
+        await working
         first, second = await lab.events("weights", StepTrained)
         assert {"fetch", "forward_backward", "hash", "checkpoint", "publish"} < first.seconds.keys()
         assert second.seconds.keys() - first.seconds.keys() == {"finish"}
