@@ -216,7 +216,7 @@ async def manifest(log: MemoryLog, common: dict[str, Any], index: int, previous:
 
 
 def measure_phases(size: str, versions: int, output: Path | None) -> None:
-    """Print and keep the phases with a checkpoint for each version, beside training or not, and with one for the last."""
+    """Print and keep the phases with a checkpoint for each version, beside training or not, and for the last alone."""
     report: dict[str, Any] = {"cores": os.cpu_count(), "threads": 1, "size": size, "versions": versions}
     for every, is_ahead in dict.fromkeys([(1, False), (1, True), (versions, False)]):
         name = f"checkpoint_every {every}" + (", planned ahead" if is_ahead else "")
