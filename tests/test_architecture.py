@@ -265,7 +265,7 @@ def test_every_file_can_be_read_in_one_sitting() -> None:
     assert {str(path): found for path in paths if (found := hard_to_read(path.read_text(encoding="utf-8")))} == {}
 
 
-def test_what_is_hard_to_read_is_found() -> None:
+def test_long_files_and_functions_are_found() -> None:
     body = "    pass\n" * MAX_FUNCTION_LINES
     assert hard_to_read(f'"""A."""\ndef f():\n{body}') == [f"f ({MAX_FUNCTION_LINES + 1} lines)"]
     assert hard_to_read('"""A."""\n' + "x = 1\n" * MAX_FILE_LINES) == [f"{MAX_FILE_LINES + 1} lines"]

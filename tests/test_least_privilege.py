@@ -282,7 +282,7 @@ def assert_told(error: BaseException | None, guest: str, right: str) -> None:
 
 @pytest.mark.kafka
 @pytest.mark.slow
-def test_weights_stay_where_the_log_cannot_be_told_that_they_go(lab: Lab) -> None:
+def test_weights_are_kept_if_their_removal_cannot_be_recorded(lab: Lab) -> None:
     lab.deprive("guest7", "operator", f"--operation Write {topic('weights')}")
     store = ArtifactStore(str(lab.data / "artifacts"))
     unneeded = unneeded_in(store, "guest/policy")

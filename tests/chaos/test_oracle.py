@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 STEPS = 3000
 
 
-def test_a_workload_is_its_seeds_alone_and_as_spoilt_as_it_says():
+def test_a_workload_depends_on_its_seed_alone_and_has_the_documented_share_of_faults():
     made = chaos_workload.make(STEPS, seed=5)
     assert made.partitions == chaos_workload.make(STEPS, seed=5).partitions
     assert made.partitions != chaos_workload.make(STEPS, seed=6).partitions
@@ -37,7 +37,7 @@ def test_a_workload_is_its_seeds_alone_and_as_spoilt_as_it_says():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_undisturbed_run_comes_to_what_the_oracle_says(tmp_path, seed):
+def test_an_undisturbed_run_matches_the_oracle(tmp_path, seed):
     async def go():
         workload = chaos_workload.make(STEPS, seed)
         expected = expect(workload.partitions)

@@ -110,7 +110,7 @@ def test_a_killed_projector_comes_to_the_rows_of_an_undisturbed_one(log, undistu
     assert {where: at for where, at in undisturbed[1].items() if at} == kept
 
 
-def test_the_rows_are_all_that_the_log_says_once(log, undisturbed):
+def test_each_trajectory_of_the_log_has_one_row(log, undisturbed):
     rows, _ = undisturbed
     trajectories = asyncio.run(read_all(log, "trajectories"))
     ids = {dict(record.headers)["ce_id"] for record in trajectories}

@@ -42,7 +42,7 @@ def test_loss_gradient_and_metrics_are_finite_and_the_weights_change(case: Case)
     assert any(value.abs().max() > 0 for value in grads.values())
 
 
-def test_what_is_not_on_the_mask_has_no_effect(case: Case) -> None:
+def test_masked_tokens_have_no_effect(case: Case) -> None:
     def noisy(row: Row) -> Row:
         ids, logprobs = row.token_ids.copy(), row.logprobs.copy()
         ids[-TAIL:] = 7

@@ -183,7 +183,7 @@ def test_noise_derives_from_the_seed_alone(subject: Subject) -> None:
     assert len(set(ids_of(by_seed))) > 5
 
 
-def test_what_is_told_while_sampling_is_how_the_same_answer_begins(subject: Subject) -> None:
+def test_tokens_reported_while_sampling_are_a_prefix_of_the_answer(subject: Subject) -> None:
     plain, seen = [request(seed, max_new_tokens=40) for seed in range(4)], [list[int]() for _ in range(4)]
     asked = [replace(one, on_tokens=ids.extend) for one, ids in zip(plain, seen, strict=True)]
     answers = play(subject, lambda engine: in_turn(engine, [*plain, *asked]))

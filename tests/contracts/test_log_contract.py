@@ -81,7 +81,7 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float = 15.0) -> 
         await asyncio.sleep(0.02)
 
 
-def test_what_is_sent_is_read_in_order_with_key_headers_and_position(run: Run) -> None:
+def test_sent_events_are_read_in_order_with_key_headers_and_position(run: Run) -> None:
     async def scenario(log: EventLog) -> None:
         name = fresh("r")
         start = await ends(log, "tasks")
@@ -139,7 +139,7 @@ def test_a_poll_without_records_is_empty_after_its_time(run: Run) -> None:
     run(scenario)
 
 
-def test_a_reader_keeps_seeks_and_tells_its_position(run: Run) -> None:
+def test_a_reader_keeps_its_position_and_seeks(run: Run) -> None:
     async def scenario(log: EventLog) -> None:
         where = TopicPartition("tasks", 1)
         first = (await log.end_offsets("tasks"))[1]
@@ -326,7 +326,7 @@ def test_a_member_may_seek_when_it_is_assigned_a_partition(run: Run) -> None:
     run(scenario)
 
 
-def test_what_a_callback_raises_is_raised_by_the_next_poll(run: Run) -> None:
+def test_an_exception_in_a_callback_is_raised_by_the_next_poll(run: Run) -> None:
     async def scenario(log: EventLog) -> None:
         async def assigned(_: set[TopicPartition]) -> None:
             raise LogError("planted")
@@ -339,7 +339,7 @@ def test_what_a_callback_raises_is_raised_by_the_next_poll(run: Run) -> None:
     run(scenario)
 
 
-def test_a_log_tells_which_cluster_it_is(run: Run) -> None:
+def test_a_log_has_a_cluster_id(run: Run) -> None:
     async def scenario(log: EventLog) -> None:
         assert await log.cluster_id()
 

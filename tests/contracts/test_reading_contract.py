@@ -85,7 +85,7 @@ async def read_all(log: EventLog, topic: str, *, max_records: int = 50) -> list[
     return found
 
 
-def test_what_is_read_lies_between_the_offsets_in_order(opened: Opened) -> None:
+def test_records_are_read_in_order_between_the_offsets(opened: Opened) -> None:
     async def scenario(log: EventLog) -> None:
         assert await log.cluster_id()
         for topic in ("tasks", "steps", "groups", "weights"):
@@ -131,7 +131,7 @@ def test_a_reader_can_be_sent_back_and_is_empty_at_the_end(opened: Opened) -> No
     on(opened, scenario)
 
 
-def test_what_is_not_there_is_an_error_that_names_it(opened: Opened) -> None:
+def test_a_missing_topic_partition_or_offset_is_named_in_the_error(opened: Opened) -> None:
     async def scenario(log: EventLog) -> None:
         far = 10_000_000
         with pytest.raises(TruncatedError, match=rf"{far}.*steps.*partition 0"):

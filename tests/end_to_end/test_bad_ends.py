@@ -54,7 +54,7 @@ def test_a_run_whose_environment_the_producers_cannot_import_has_failed_and_its_
     assert "(16 rollouts failed: environment_error)" in failure(project, game(project, refused="serve"))
 
 
-def test_a_run_whose_learner_meets_a_loss_that_is_no_number_has_failed_and_its_job_too(project: Any) -> None:
+def test_a_loss_that_is_not_finite_fails_the_run_and_its_job(project: Any) -> None:
     configuration = project.configuration() | {"workflow": "python:game.digits"}
     learner = configuration["trainer_adapters"]["learner"]
     learner["algorithm"] = {"name": "grpo", "kl_coefficient": 1e39}

@@ -88,7 +88,7 @@ def test_a_missing_configuration_file_is_named(project: Any) -> None:
     assert_one_clear_line(project.run("finetune", "--config_file", "none.yaml"), "none.yaml")
 
 
-def test_sql_without_a_database_says_so(project: Any) -> None:
+def test_sql_without_a_database_is_one_clear_error(project: Any) -> None:
     assert_one_clear_line(project.run("sql", "SELECT 1"), str(project.workspace))
 
 
@@ -110,7 +110,7 @@ def test_an_environment_that_fails_is_data_and_a_run_of_nothing_else_failed(proj
 
 
 @pytest.mark.kafka
-def test_a_reward_that_is_no_number_is_data_and_the_run_ends(project: Any) -> None:
+def test_a_reward_that_is_not_a_number_fails_its_rollouts_and_the_run_ends(project: Any) -> None:
     (project.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
     configuration = project.configuration(num_epochs=1, max_attempts=1, rewards=["python:bad.nan"])
     configuration["workflow"] = "python:bad.plays"
@@ -164,7 +164,7 @@ def test_runs_of_an_empty_workspace_are_none(project: Any) -> None:
 
 
 @pytest.mark.kafka
-def test_an_evaluator_that_raises_is_told_by_its_path_while_the_run_goes_on(project: Any) -> None:
+def test_an_evaluator_that_raises_is_reported_by_its_path_while_the_run_continues(project: Any) -> None:
     (project.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
     configuration = project.configuration(num_epochs=1, max_attempts=1)
     configuration["workflow"] = "python:bad.plays"

@@ -29,7 +29,7 @@ def end_make(demo: "subprocess.Popen[bytes]") -> None:
 
 
 @pytest.mark.parametrize(("how", "status"), [(press_ctrl_c, 130), (end_make, 143)])
-def test_a_demo_that_is_interrupted_ends_in_order_and_says_how_to_go_on(
+def test_an_interrupted_demo_ends_in_order_and_prints_how_to_resume(
     how: Callable[["subprocess.Popen[bytes]"], None], status: int, tmp_path: Path
 ) -> None:
     output = tmp_path / "said.txt"

@@ -239,7 +239,7 @@ def assert_files_hold_none(secrets: Secrets, folder: Path) -> None:
             secrets.assert_not_in(path.read_bytes(), str(path))
 
 
-def test_nothing_that_a_run_writes_or_says_holds_a_secret(secrets: Secrets) -> None:
+def test_no_file_or_output_of_a_run_contains_a_secret(secrets: Secrets) -> None:
     project = secrets.project
     config = project.write(secrets.configuration())
     secrets.assert_not_in(config.read_text(), "the file itself")

@@ -36,7 +36,7 @@ def test_an_outage_is_outlasted_and_each_try_is_logged(caplog):
     ]
 
 
-def test_what_is_gone_is_raised_at_once():
+def test_a_missing_artifact_is_not_retried():
     call = Flaky(ArtifactError("gone"), ArtifactError("never raised"))
     with pytest.raises(ArtifactError, match="gone"):
         asyncio.run(retrying(call, "load a dataset", SHORT))
@@ -64,7 +64,7 @@ def test_a_folder_that_is_not_mounted_is_away_and_a_file_that_it_lacks_is_gone(t
     assert not isinstance(error.value, StoreUnavailableError)
 
 
-def test_a_changed_artifact_is_no_outage(tmp_path: Path):
+def test_a_changed_artifact_is_not_an_outage(tmp_path: Path):
     store = ArtifactStore(str(tmp_path))
     ref = store.put_bytes(b"data")
     store.fetch(ref).write_bytes(b"atad")
@@ -73,7 +73,7 @@ def test_a_changed_artifact_is_no_outage(tmp_path: Path):
     assert not isinstance(error.value, StoreUnavailableError)
 
 
-def test_an_artifact_that_alone_cannot_be_read_is_no_outage_of_its_store(tmp_path):
+def test_one_unreadable_artifact_is_not_an_outage_of_its_store(tmp_path):
     store = ArtifactStore(str(tmp_path / "store"))
     ref, other = store.put_bytes(b"one"), store.put_bytes(b"two")
     path = store.fetch(ref)
@@ -86,7 +86,7 @@ def test_an_artifact_that_alone_cannot_be_read_is_no_outage_of_its_store(tmp_pat
     assert store.read(other) == b"two"
 
 
-def test_what_a_remote_client_raises_in_an_outage_is_outlasted(tmp_path):
+def test_errors_of_a_remote_client_in_an_outage_are_retried(tmp_path):
     store = ArtifactStore(f"remote://{tmp_path.name}", cache=tmp_path / "cache")
     ref = store.put_bytes(b"data")
 

@@ -141,7 +141,7 @@ def test_processes_have_caches_of_their_own_and_remove_those_of_killed_ones(
 
 
 @pytest.mark.parametrize("suffix", [".\0", "." + "x" * 300, ".a.b.c", ". ", ".bin\n"])
-def test_a_name_that_no_store_gives_is_no_artifact(store: ArtifactStore, suffix: str) -> None:
+def test_a_name_that_no_store_gives_is_refused(store: ArtifactStore, suffix: str) -> None:
     odd = ArtifactRef(uri=f"aa/{'a' * 64}{suffix}", sha256="a" * 64, size_bytes=1)
     for use in (store.fetch, store.read, store.remove):
         with pytest.raises(ArtifactError):
@@ -156,7 +156,7 @@ def test_more_bytes_than_allowed_are_not_read(store: ArtifactStore) -> None:
         store.read(ref, max_bytes=len(DATA) - 1)
 
 
-def test_what_was_written_in_part_is_not_in_a_remote_store(tmp_path: Path) -> None:
+def test_a_partial_upload_is_not_in_a_remote_store(tmp_path: Path) -> None:
     class BrokenOff(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             if self.tell():
@@ -200,7 +200,7 @@ def test_a_missing_source_file_is_named(store: ArtifactStore, tmp_path: Path) ->
         store.put_file(tmp_path / "absent.bin")
 
 
-def test_a_store_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+def test_the_error_of_an_unwritable_store_names_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file where the folder should be")
     with pytest.raises(ArtifactError, match=r"taken cannot be written: .*artifact_uri"):
         ArtifactStore(str(tmp_path / "taken")).put_bytes(DATA)

@@ -69,7 +69,7 @@ def test_an_event_of_every_kind_comes_back_as_it_was(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_record_holds_what_pydantic_says_of_its_event(kind: str) -> None:
+def test_a_record_has_pydantics_dump_of_its_event(kind: str) -> None:
     event = KINDS[kind].model_validate(golden(f"{kind}.v1.json")["value"])
     assert encode(event).value == orjson.dumps(event.model_dump())
     assert set(event.__dict__) == set(type(event).model_fields)
@@ -121,7 +121,7 @@ def test_any_content_comes_back_with_the_digest_it_left_with(value: float, name:
         (changed(reward_index=-1), "reward_recorded: reward_index: "),
     ],
 )
-def test_what_is_no_event_of_its_topic_says_why(found: Record, says: str) -> None:
+def test_a_record_that_is_not_an_event_of_its_topic_raises_the_reason(found: Record, says: str) -> None:
     with pytest.raises(DecodeError, match=says):
         decode(found)
 
@@ -133,7 +133,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-def test_what_is_nested_too_deeply_to_be_digested_is_no_event() -> None:
+def test_a_record_nested_too_deeply_for_a_digest_is_refused() -> None:
     content = golden("step_recorded.v1.json")["value"]
     assert len(decode(record("steps", orjson.dumps(content | {"data": {"a": nested(220)}}))).digest) == 64
     for depth in (253, 300, 900):
@@ -151,7 +151,7 @@ def test_a_value_that_json_does_not_have_is_not_encoded(value: Any) -> None:
         encode(step)
 
 
-def test_a_record_under_another_key_is_no_event() -> None:
+def test_a_record_with_the_wrong_key_is_refused() -> None:
     event = TaskCancelled(run_id="r", time_ms=1, group_id="r/g", cause="test")
     with pytest.raises(DecodeError, match="wrong key"):
         decode(record("tasks", encode(event).value, b"r/another"))

@@ -29,7 +29,7 @@ def sent(record: Record, artifacts: ArtifactStore | None = None, error: BaseExce
     return asyncio.run(main())
 
 
-def test_a_letter_holds_the_record_and_says_where_it_came_from_and_why() -> None:
+def test_a_dead_letter_has_the_record_its_origin_and_the_reason() -> None:
     letter = sent(Record("steps", 3, 41, b"\xffkey", b"\xfe bytes", (("ce_id", b"x"), ("ce_id", b"y")), 5))
     assert (letter.topic, letter.key, letter.value) == ("dlq", b"\xffkey", b"\xfe bytes")
     reported = dict(letter.headers)
@@ -85,7 +85,7 @@ def test_a_long_reason_is_cut_to_whole_characters() -> None:
     assert 1000 < len(reason) < 5000
 
 
-def test_a_letter_that_dies_again_says_its_last_origin() -> None:
+def test_a_record_dead_lettered_again_has_its_last_origin() -> None:
     once = sent(Record("steps", 3, 41, b"k", b"v", (), 5))
     again = sent(Record("tasks", 1, 2, once.key, once.value, once.headers, 5))
     assert origin(again.headers) == ("tasks", 1, 2)

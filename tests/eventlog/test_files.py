@@ -48,7 +48,7 @@ def test_changes_of_several_processes_are_all_kept(tmp_path: Path) -> None:
     assert sorted(one.name for one in path.parent.iterdir()) == [".known.json.lock", "known.json"]
 
 
-def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "known.json"
     write_whole(path, "{}")
     with pytest.raises(UnicodeEncodeError):
@@ -102,7 +102,7 @@ def test_a_folder_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
-def test_who_makes_a_file_alone_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+def test_the_sole_writer_of_a_file_removes_the_rest_of_a_killed_process(tmp_path: Path) -> None:
     path = tmp_path / "archive"
     path.with_name("archive.aside").write_bytes(b"half")
     write_whole(path, b"whole", is_alone=True)

@@ -191,7 +191,7 @@ def test_a_kept_set_without_the_sampled_token_fails_its_job_and_names_the_trajec
         (TruncatedLab, "sft", SftSettings(mask_truncated=True)),
     ],
 )
-def test_a_batch_without_a_token_to_train_yields_equal_weights_and_says_so(
+def test_a_batch_without_a_token_to_train_yields_equal_weights_and_a_warning(
     tmp_path: Path,
     tiny_model: Path,
     lab_class: type[ChangedLab],

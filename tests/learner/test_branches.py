@@ -286,7 +286,7 @@ def test_several_adapters_are_trained_on_one_base_each_with_its_own_weights(lab:
     asyncio.run(scenario())
 
 
-def test_a_fork_of_a_version_that_was_collected_right_before_says_so(lab: Any) -> None:
+def test_a_fork_of_a_version_that_was_just_collected_fails_with_the_reason(lab: Any) -> None:
     """It was there when the fork was checked, and the collector has read of no fork."""
 
     async def scenario() -> None:

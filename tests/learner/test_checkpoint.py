@@ -88,7 +88,7 @@ def test_a_type_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert not list(folder.path.glob("*"))
 
 
-def test_a_folder_of_shards_is_found_and_a_changed_or_missing_shard_told(tmp_path: Path) -> None:
+def test_a_folder_of_shards_is_found_and_a_changed_or_missing_shard_is_reported(tmp_path: Path) -> None:
     def write(folder: Path) -> dict[str, str]:
         data = {"b.safetensors": b"two", "a.safetensors": b"one"}
         for name, one in data.items():

@@ -80,7 +80,7 @@ def needs_of(events: list[Event]) -> WeightNeeds:
     return needs
 
 
-def test_what_is_due_of_a_model_group_is_found_without_a_look_at_what_others_have_stored():
+def test_due_versions_of_a_model_group_are_found_without_visiting_other_groups():
     class Counted(dict[str, Any]):
         num_walks = 0
 
@@ -162,7 +162,7 @@ def test_only_what_nothing_needs_is_due(events: list[Event], versions: list[int]
     assert [stored.version for stored in due(needs_of(events), GROUP, ())] == versions
 
 
-def test_what_checkpoints_stand_at_and_runs_in_doubt_stay() -> None:
+def test_versions_of_checkpoints_and_of_doubtful_runs_are_kept() -> None:
     needs = needs_of([job(), *published(*range(6))])
     assert [stored.version for stored in due(needs, GROUP, {1, 3})] == [2]
     needs.doubtful.add("r")
@@ -202,7 +202,7 @@ def kept(lab: Any, events: list[Any]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_learner_keeps_what_its_job_says_and_tells_what_it_lets_go(lab: Any) -> None:
+def test_a_learner_keeps_the_versions_of_its_jobs_retention_and_records_the_collected_ones(lab: Any) -> None:
     async def scenario() -> None:
         job = await lab.submit(num_versions=7, keep_last=2, keep_every=3)
         await lab.plan(job, 7)
@@ -300,7 +300,7 @@ class Answering:
 
 
 @pytest.mark.slow
-def test_what_a_fork_asks_for_in_the_middle_of_a_collection_stays(lab: Any) -> None:
+def test_a_version_that_a_fork_asks_for_during_a_collection_is_kept(lab: Any) -> None:
     async def scenario() -> None:
         job = await lab.submit(num_versions=4, keep_last=1)
         fork = job.model_copy(

@@ -42,7 +42,7 @@ def test_a_job_that_trained_nothing_fails_with_the_causes(lab: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_trajectories_of_a_frozen_group_are_a_cause_only_where_there_is_no_other(lab: Any) -> None:
+def test_a_frozen_group_is_the_cause_only_without_another_one(lab: Any) -> None:
     async def scenario() -> None:
         job = await lab.submit()
         found = Untrained(job.job_id)

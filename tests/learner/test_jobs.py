@@ -120,7 +120,7 @@ def test_tokens_per_second_count_all_phases_but_wait_and_what_follows_on_sending
     asyncio.run(scenario())
 
 
-def test_a_learner_that_only_ends_a_job_says_nothing_of_the_finish_of_its_last_version(lab: Any) -> None:
+def test_a_learner_that_only_ends_a_job_reports_no_finish_time(lab: Any) -> None:
     """The learner that published the version was stopped before the epoch was sealed."""
 
     async def scenario() -> None:
@@ -135,7 +135,7 @@ def test_a_learner_that_only_ends_a_job_says_nothing_of_the_finish_of_its_last_v
     asyncio.run(scenario())
 
 
-def test_a_folder_that_is_no_model_is_named(lab: Any) -> None:
+def test_a_folder_without_a_model_is_named_in_the_error(lab: Any) -> None:
     async def scenario() -> None:
         await lab.submit(model=ModelSettings(path=str(lab.folder)))
         assert f"model {lab.folder} cannot be loaded" in await failure(lab)
@@ -329,7 +329,7 @@ def test_an_exported_version_is_loaded_by_transformers_and_peft(lab: Any, lora: 
     asyncio.run(scenario())
 
 
-def test_a_record_that_is_no_event_is_a_dead_letter_and_stops_nothing(lab: Any) -> None:
+def test_an_undecodable_record_is_dead_lettered_and_training_goes_on(lab: Any) -> None:
     async def scenario() -> None:
         job = await lab.submit()
         worker = asyncio.create_task(lab.worker().run())
@@ -346,7 +346,7 @@ def test_a_record_that_is_no_event_is_a_dead_letter_and_stops_nothing(lab: Any) 
     asyncio.run(scenario())
 
 
-def test_what_a_learner_finds_at_its_start_is_one_dead_letter_however_often_it_starts(lab: Any, tmp_path: Path) -> None:
+def test_an_undecodable_record_is_one_dead_letter_however_often_the_learner_starts(lab: Any, tmp_path: Path) -> None:
     async def scenario() -> None:
         for topic in ("jobs", "batches", "weights", "groups"):
             await lab.log.send_raw(topic, key=b"x", value=b"\xff{")

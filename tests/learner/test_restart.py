@@ -331,7 +331,7 @@ def test_a_replaced_learner_does_not_fail_the_job_of_the_one_that_took_over(lab:
     asyncio.run(scenario())
 
 
-def test_what_a_replaced_learner_publishes_is_void(lab: Any, tmp_path: Path) -> None:
+def test_versions_of_a_replaced_learner_are_void(lab: Any, tmp_path: Path) -> None:
     async def scenario() -> None:
         expected = await undisturbed(lab, tmp_path / "undisturbed")
         job = await lab.submit()

@@ -51,7 +51,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_path_of_a_file_is_refused(tmp_path):
     (tmp_path / "model").write_text("x")
     with pytest.raises(ModelError, match="is not a folder"):
         make_tiny_model(tmp_path / "model")

@@ -316,7 +316,7 @@ def test_an_existing_folder_is_not_written_into(tmp_path: Path, new_run: Any, st
     assert list((tmp_path / "export").iterdir()) == []
 
 
-def test_what_retention_removed_is_named(tmp_path: Path, new_run: Any, store: ArtifactStore) -> None:
+def test_an_export_names_offsets_removed_by_retention(tmp_path: Path, new_run: Any, store: ArtifactStore) -> None:
     log = log_of(new_run("one"))
     for partition in range(2):
         log.truncate(TopicPartition("trajectories", partition), 2)

@@ -106,7 +106,7 @@ def test_the_order_in_which_groups_close_and_repeats_change_nothing(events, rng:
 
 
 @given(groups)
-def test_what_one_player_wins_another_one_loses(events) -> None:
+def test_ratings_are_zero_sum(events) -> None:
     matches = [match for match in matches_of(events) if match.players[0] != match.players[1]]
     fresh: list[Match] = []
     for match in matches:  # rated beside scripted players only, nobody inherits a rating

@@ -120,7 +120,7 @@ class Speechless(Exception):
         (Speechless(), r"Speechless \(.*\): \(its message cannot be read\)"),
     ],
 )
-def test_what_an_error_says_is_no_danger(play_on_a_log, error, message):
+def test_any_text_of_an_error_can_be_recorded(play_on_a_log, error, message):
     @register_environment("test_says_it_badly")
     async def says_it_badly(session):
         raise error
@@ -244,7 +244,7 @@ def test_reward_functions_that_never_return_take_nobody_s_thread_and_keep_no_pro
         rescue.cancel()
 
 
-def test_what_a_reward_function_changes_stays_recorded_as_it_was(play):
+def test_changes_by_a_reward_function_are_not_in_the_record(play):
     @register_reward("test_tidies")
     def tidies(rollout):
         rollout.messages["agent"][0]["content"] = "tidy"
@@ -261,7 +261,7 @@ def test_what_a_reward_function_changes_stays_recorded_as_it_was(play):
     assert [reward.value for reward in played.rewards] == [0.85, 1.0, 0.0]
 
 
-def test_what_an_environment_changes_of_its_example_is_as_it_was_for_the_next_member(play):
+def test_changes_of_an_example_by_an_environment_do_not_reach_the_next_member(play):
     @register_environment("test_marks_its_board")
     async def marks_its_board(session):
         await session.tool("look", "", session.inputs["cells"])

@@ -34,7 +34,7 @@ def test_a_recent_set_keeps_the_newest():
     assert (list(found), len(found), "b" in found, "d" in found) == (["a", "d"], 2, False, True)
 
 
-def test_ends_of_runs_are_read_back_as_far_as_the_committed_note_says():
+def test_ends_of_runs_are_read_back_to_the_offset_in_the_commit_metadata():
     async def go():
         log = CountingLog(num_partitions=1)
         await other_groups(log, 50)

@@ -168,7 +168,7 @@ async def expelled(wire, **times):
     return zombie
 
 
-def test_what_a_zombie_ends_late_changes_nothing():
+def test_late_ends_by_a_zombie_change_nothing():
     async def main():
         log = MemoryLog(num_partitions=1)
         its_events = 2 + 2 * (1 + r.NUM_STEPS + 2)  # the task, the group's start, both attempts, and not one more

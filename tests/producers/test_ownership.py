@@ -171,7 +171,7 @@ def partitions(draw):
 
 @settings(max_examples=60)
 @given(partitions(), st.data())
-def test_any_prefix_tells_what_is_missing(events, data):
+def test_missing_members_follow_from_any_prefix(events, data):
     prefix = events[: data.draw(st.integers(0, len(events)))]
     state = folded(prefix)
     firsts = list({event.event_id: event for event in reversed(prefix)}.values())
@@ -206,7 +206,7 @@ def test_a_group_is_settled_just_when_assembly_closes_it(events):
 
 @settings(max_examples=40)
 @given(partitions(), st.data())
-def test_reading_from_the_oldest_open_group_tells_the_same_open_groups(events, data):
+def test_reading_from_the_oldest_open_group_finds_the_same_open_groups(events, data):
     prefix = events[: data.draw(st.integers(0, len(events)))]
     whole = folded(prefix)
     low = min((found.first_offset for found in whole.groups.values()), default=len(prefix))
@@ -307,7 +307,7 @@ def test_a_settled_task_that_is_sent_again_behind_an_open_one_is_not_run_by_the_
 
 
 @pytest.mark.parametrize("is_settled", [False, True])
-def test_what_a_repeated_task_has_written_is_not_passed_before_the_task_ahead_of_the_repeat(monkeypatch, is_settled):
+def test_steps_of_a_repeated_task_are_not_passed_before_the_task_ahead_ends(monkeypatch, is_settled):
     runs: dict[str, Any] = {}
     producer: Any = SimpleNamespace(log=None, runs=None, name="p")
     writer: Any = SimpleNamespace(partition=0, floor=lambda: 200, clock=lambda: 0)

@@ -176,7 +176,7 @@ def test_tasks_of_another_run_are_settled_once_it_has_ended_or_they_are_cancelle
     asyncio.run(main())
 
 
-def test_what_was_settled_behind_a_task_that_waits_is_not_run_again():
+def test_groups_settled_behind_a_waiting_task_are_not_run_again():
     async def main():
         log = MemoryLog(num_partitions=1)
         weights = r.Weights(version=0)

@@ -85,7 +85,7 @@ async def gathers_exits(rollout):
         ("test_unreadable", "(its message cannot be read)"),
     ],
 )
-def test_what_exits_in_a_task_of_an_environment_fails_its_attempt(play, name, message):
+def test_an_exit_in_a_task_of_an_environment_fails_its_attempt(play, name, message):
     failed = play(task_of(name)).last
     assert failed.cause == "environment_error"
     assert message in failed.message

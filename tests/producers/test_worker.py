@@ -213,7 +213,7 @@ def test_an_undecodable_task_goes_to_the_dead_letters_and_voids_the_group_its_ke
     asyncio.run(main())
 
 
-def test_a_time_without_measure_is_no_task():
+def test_a_task_with_an_excessive_timeout_is_refused():
     with pytest.raises(ValueError, match="group_timeout_s"):
         r.task(group_timeout_s=1e18)
 

@@ -63,7 +63,7 @@ def test_versions_are_trained_again_from_the_checkpoint_below_them(run):
     assert trained(run, first=2, last=2).counts == {"training steps": 2}, "without checkpoints from the base on"
 
 
-def test_repeated_records_are_no_difference(run):
+def test_repeated_records_make_no_difference(run):
     for topic, kind in (("groups", "group_closed"), ("steps", "step_recorded"), ("batches", "batch_planned")):
         records, index = run.find(topic, kind)
         asyncio.run(
@@ -118,7 +118,7 @@ def test_a_changed_manifest_gives_other_weights(run):
     assert reported.startswith("training: version 1 (")
 
 
-def test_a_difference_of_training_without_determinism_says_that_bits_may_differ(run):
+def test_a_difference_of_training_without_determinism_has_a_hint_that_bits_may_differ(run):
     run.change("jobs", "job_submitted", b'"device":"cpu"', b'"device":"cpu","deterministic":false')
     assert str(trained(run).differences[0]).startswith("log: job_submitted:"), "the training itself is equal"
     run.change("batches", "batch_planned", b'"reward":3.0', b'"reward":2.5')
@@ -155,13 +155,13 @@ def test_a_changed_digest_of_a_version_is_found(run):
     assert only_difference(verified(run)).startswith("weights: replayed/policy v2, StepTrained")
 
 
-def test_a_record_that_is_no_event_and_no_dead_letter_is_found(run):
+def test_an_undecodable_record_without_a_dead_letter_is_found(run):
     where = run.change("steps", "step_recorded", b'"kind"', b'"kin')
     report = verified(run)
     assert any(f"steps/{where}" in str(one) for one in report.differences)
 
 
-def test_a_second_record_that_says_something_else_counts_for_nobody_and_is_told(run):
+def test_a_repeated_id_with_other_content_is_ignored_and_counted(run):
     records, index = run.find("groups", "group_closed")
     other = records[index].value.replace(b'"size":4', b'"size":5')
     asyncio.run(run.log.send_raw("groups", key=records[index].key, value=other))
@@ -215,7 +215,7 @@ def test_another_model_than_the_recorded_one_is_refused(run):
 # ---- refused ----
 
 
-def test_what_retention_removed_is_named(run):
+def test_a_replay_names_offsets_removed_by_retention(run):
     for where, kept in run.log._store._partitions.items():
         if where.topic == "steps" and kept.records:
             del kept.records[:3]
@@ -231,7 +231,7 @@ def test_other_library_versions_are_refused_and_both_sides_named(run):
         check_libraries(events.started)
 
 
-def test_a_step_or_manifest_that_is_missing_in_the_middle_is_no_equal_training(run):
+def test_a_step_or_manifest_missing_in_the_middle_is_a_difference(run):
     for topic, kind in (("weights", "step_trained"), ("batches", "batch_planned")):
         records, index = run.find(topic, kind, 1)
         kept = records[index]
@@ -240,7 +240,7 @@ def test_a_step_or_manifest_that_is_missing_in_the_middle_is_no_equal_training(r
         records[index] = kept
 
 
-def test_answers_to_a_stop_that_nobody_has_given_yet_are_no_difference(run):
+def test_answers_to_a_stop_that_are_not_sent_yet_make_no_difference(run):
     run.change("groups", "run_ended", b'"completed"', b'"stopped"')
     for topic, kind in (
         ("groups", "group_closed"),

@@ -88,7 +88,7 @@ def test_a_record_that_became_one_of_another_run_is_gone(recorded: Any, caplog: 
 
 
 @pytest.mark.parametrize("field", ["run_id", "kind", "v"])
-def test_a_record_that_is_no_event_any_more_is_found(recorded: Any, field: str) -> None:
+def test_a_record_that_no_longer_decodes_is_found(recorded: Any, field: str) -> None:
     unfound: set[str] = set()
     for change in first_records(recorded):
         body = orjson.loads(change.value)

@@ -171,7 +171,7 @@ def test_of_tasks_that_the_harness_asked_for_what_their_groups_repeat_is_found(s
 
 
 @pytest.mark.parametrize("kind", ["JobProgressed", "JobFailed", "JobCancelled"])
-def test_what_is_said_of_a_job_that_nobody_submitted_is_found(stopped: Any, failed: Any, kind: str) -> None:
+def test_an_event_of_a_job_that_nobody_submitted_is_found(stopped: Any, failed: Any, kind: str) -> None:
     run = failed if kind == "JobFailed" else stopped
     change = with_field(run, kind, "job_id", lambda _: f"{JOB}-2")
     assert is_found(verified, run, change)

@@ -79,7 +79,7 @@ def test_topics_are_read_from_where_the_run_begins(kinds: tuple[str, ...] | None
     asyncio.run(scenario())
 
 
-def test_a_run_that_begins_before_where_its_job_says_is_read_whole() -> None:
+def test_a_run_that_begins_before_the_offsets_of_its_job_is_read_whole() -> None:
     async def scenario() -> None:
         log = CountingLog()
         await run(log, "run-0", starts={"groups": 2, "batches": 0, "jobs": 1, "weights": 0})
@@ -91,7 +91,7 @@ def test_a_run_that_begins_before_where_its_job_says_is_read_whole() -> None:
     asyncio.run(scenario())
 
 
-def test_an_undecodable_record_of_a_run_whose_name_goes_on_is_no_damage_of_this_one() -> None:
+def test_an_undecodable_record_of_a_run_with_a_longer_name_does_not_damage_this_one() -> None:
     async def scenario() -> None:
         log = CountingLog()
         await run(log, "demo")
@@ -146,7 +146,7 @@ def sealed(run_id: str, epoch: int) -> EpochSealed:
 
 
 @pytest.mark.parametrize("between", ["weights", "jobs", "tasks", "batches", "groups"])
-def test_what_is_asked_for_and_answered_while_a_run_is_read_is_not_missing(between: str) -> None:
+def test_a_request_and_its_answer_written_during_the_reading_are_not_missing(between: str) -> None:
     """The two records are written before the end of `between` is taken."""
 
     async def scenario() -> None:

@@ -77,7 +77,7 @@ def test_a_log_that_was_cut_is_found_without_metrics(recorded: Any, topic: str, 
 
 
 @pytest.mark.parametrize("num_groups", range(1, 12))
-def test_an_open_run_is_no_cut_log(recorded: Any, num_groups: int) -> None:
+def test_an_open_run_does_not_count_as_a_cut_log(recorded: Any, num_groups: int) -> None:
     """The run is as at the time of the first records of `groups`: later records do not exist yet."""
     run = cut(recorded, "groups", 0, num_groups)
     run = cut_later(run, num_groups)

@@ -53,7 +53,7 @@ def test_our_own_errors_name_their_place_themselves():
     assert describe(ModelError("out of memory")) == "ModelError: out of memory"
 
 
-def test_what_nobody_raised_has_no_place():
+def test_an_exception_that_was_not_raised_has_no_file_and_line():
     assert describe(KeyError("x")) == "KeyError: 'x'"
 
 
@@ -65,7 +65,7 @@ def test_what_nobody_raised_has_no_place():
         ("\n{}['x']\n", r"KeyError \(broken_\w+\.py line 2, in <module>\): 'x'"),
     ],
 )
-def test_a_module_that_cannot_be_imported_says_in_which_line(tmp_path, monkeypatch, source, message):
+def test_the_error_of_a_module_that_cannot_be_imported_names_the_line(tmp_path, monkeypatch, source, message):
     name = f"broken_{len(source)}"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

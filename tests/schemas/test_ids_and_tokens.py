@@ -15,7 +15,7 @@ INT32 = st.integers(min_value=-(2**31), max_value=2**31 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False)
 
 
-def test_ids_say_where_they_belong() -> None:
+def test_ids_contain_those_that_they_belong_to() -> None:
     group = ids.group_id("run-1", "rl", 2, 3)
     rollout = ids.rollout_id(group, 4, 1)
     assert rollout == "run-1/rl/e00002/t00003/m4/a1"
@@ -41,7 +41,7 @@ def test_log_probabilities_come_back(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("text", ["AAA", "AAAAAAA=", "not base64!"])
-def test_what_is_no_whole_array_is_refused(text: str) -> None:
+def test_an_incomplete_array_is_refused(text: str) -> None:
     with pytest.raises(DecodeError):
         tokens.decode_ids(text)
 
@@ -75,7 +75,7 @@ def packed(*values: int) -> str:
         (packed(2, 1, 1, 2**31 - 1, 1), "does not fit into an int32"),
     ],
 )
-def test_what_are_no_kept_ids_is_refused(text: str, message: str) -> None:
+def test_invalid_kept_ids_are_refused(text: str, message: str) -> None:
     with pytest.raises(DecodeError, match=message):
         tokens.decode_kept(text, 2)
 

@@ -38,7 +38,7 @@ def dumped():
 
 
 @pytest.mark.slow
-def test_what_an_installed_nat_dumps_comes_out_as_it_went_in(dumped):
+def test_the_dump_of_an_installed_nat_survives_a_round_trip(dumped):
     kinds = set()
     for line in dumped:
         read = IntermediateStep.model_validate_json(line)
@@ -103,7 +103,7 @@ def test_every_type_has_its_category_and_state():
         ({"payload": {"event_type": "LLM_END"}}, "parent_id"),
     ],
 )
-def test_what_nat_refuses_is_refused(broken, location):
+def test_steps_that_nat_refuses_are_refused(broken, location):
     with pytest.raises(ValidationError) as caught:
         IntermediateStep.model_validate(broken)
     assert ".".join(str(part) for part in caught.value.errors()[0]["loc"]) == location

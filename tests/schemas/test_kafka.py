@@ -51,7 +51,7 @@ def test_a_file_keeps_where_a_secret_comes_from_and_never_the_secret() -> None:
     assert "password" not in storable({**BLOCK, "password": "${A:-hunter2}"})
 
 
-def test_what_is_left_out_of_a_block_comes_from_the_environment() -> None:
+def test_settings_left_out_of_a_block_come_from_the_environment() -> None:
     env = {
         "ROLLSTREAM_KAFKA_USERNAME": "other",
         "ROLLSTREAM_KAFKA_PASSWORD": "hunter2",
@@ -85,7 +85,7 @@ def test_a_secret_replaces_the_file_of_a_block_below() -> None:
         ({"security_protocol": "SASL_SSL", "username": "u", "password": "${NONE}"}, "variable NONE is not set"),
     ],
 )
-def test_what_does_not_fit_together_is_named(block: dict[str, object], message: str) -> None:
+def test_inconsistent_settings_are_refused_with_the_reason(block: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         connection("a:1", block, {})
     assert "\n" not in str(caught.value)

@@ -43,7 +43,7 @@ def test_a_gpu_that_is_not_there_is_named(device, num_gpus, message):
 
 @pytest.mark.parametrize("device", ["cuda:", "cuda:x", "gpu", "cuda:1234", "CPU", ""])
 @pytest.mark.parametrize("settings", [TransformersSettings, lambda **given: ModelSettings(path="m", **given)])
-def test_what_is_not_a_device_is_refused(settings, device):
+def test_an_invalid_device_is_refused(settings, device):
     with pytest.raises(ValidationError, match=r"is not a device; write auto, cpu, cuda or cuda:N"):
         settings(device=device)
 

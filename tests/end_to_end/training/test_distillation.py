@@ -66,7 +66,7 @@ def hashes(project: Any, run_id: str) -> list[str]:
     return [row["weights_sha256"] for row in json.loads(asked.stdout)]
 
 
-def test_a_run_learns_from_itself_with_what_its_examples_say(project: Any) -> None:
+def test_a_run_distils_itself_with_a_context_from_its_examples(project: Any) -> None:
     configuration = project.configuration(num_epochs=1)
     configuration["trainer_adapters"]["learner"]["algorithm"] = {"name": "opsd", "context": "It is {a} {op} {b}."}
     configuration["workflow"] = "arithmetic"

@@ -205,7 +205,7 @@ def test_a_damaged_storage_is_one_clear_error(workspace: Path) -> None:
     assert find_running(workspace) is None
 
 
-def test_a_broker_whose_disk_is_full_says_so_although_its_log_is_empty(
+def test_a_full_disk_is_reported_although_the_brokers_log_is_empty(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workspace / "broker").mkdir(parents=True)

@@ -42,7 +42,7 @@ def test_without_a_list_the_next_process_lists_again(archive, tmp_path):
     assert archive.options(listed) == [f"-XX:DumpLoadedClassList={listed}"]
 
 
-def test_a_list_that_makes_no_archive_is_said_and_thrown_away(archive, tmp_path, caplog):
+def test_a_class_list_that_makes_no_archive_is_logged_and_discarded(archive, tmp_path, caplog):
     listed = tmp_path / "classes.txt"
     listed.write_text("java/lang/Object id: none\n")
     archive.remember(listed)

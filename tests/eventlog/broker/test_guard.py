@@ -17,7 +17,7 @@ LEAVES = "setsid sh -c 'sleep 1000 & sleep 1000' & echo $! > {pids}.new; mv {pid
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None], ids=["killed", "ended", "parent stops it"])
-def test_what_a_server_has_started_ends_with_it(tmp_path: Path, number: signal.Signals | None) -> None:
+def test_child_processes_end_with_their_server(tmp_path: Path, number: signal.Signals | None) -> None:
     pids, log = tmp_path / "pids", tmp_path / "log"
     command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(log)]
     running = subprocess.Popen(

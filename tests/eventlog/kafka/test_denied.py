@@ -116,7 +116,7 @@ def test_records_that_may_not_be_written_are_named(broker: SecuredBroker) -> Non
     assert "lacks the right Write of topic rollstream.steps.v1" in message
 
 
-def test_who_may_write_nothing_gets_no_producer(broker: SecuredBroker) -> None:
+def test_a_user_without_the_right_to_write_gets_no_producer(broker: SecuredBroker) -> None:
     message = denied(
         broker, "guest6", f"{INSPECTION} {PREFIXED}", lambda log: log.send_raw("steps", key=b"k", value=b"v")
     )
@@ -135,7 +135,7 @@ def test_offsets_that_may_not_be_looked_up_are_named(broker: SecuredBroker) -> N
     assert "of group rollstream-guests" in message
 
 
-def test_a_group_member_that_may_not_read_the_topic_is_told(broker: SecuredBroker) -> None:
+def test_a_group_member_without_the_right_to_read_a_topic_gets_an_error(broker: SecuredBroker) -> None:
     rights = f"{INSPECTION} {PREFIXED}\n--operation Read --group rollstream-guests"
     assert "lacks the right Read of topic rollstream.steps.v1" in denied(broker, "guest9", rights, join)
 

@@ -101,7 +101,7 @@ def test_a_member_that_leaves_hands_over_at_once(kafka: KafkaSettings) -> None:
     run(kafka, scenario)
 
 
-def test_what_a_killed_member_had_goes_to_the_others_after_its_session(kafka: KafkaSettings) -> None:
+def test_partitions_of_a_killed_member_are_reassigned_after_its_session_timeout(kafka: KafkaSettings) -> None:
     async def scenario(log: KafkaLog, group: str) -> None:
         with another_member(kafka, group) as other:
             assert await line_of(other) == "joined"

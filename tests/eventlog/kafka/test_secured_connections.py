@@ -204,7 +204,7 @@ def test_files_that_cannot_be_used_are_named(broker: SecuredBroker, tmp_path: Pa
             asyncio.run(KafkaLog(broker.settings("SSL", **changes)).start())
 
 
-def test_who_only_reads_makes_no_producer(broker: SecuredBroker) -> None:
+def test_a_log_that_only_reads_creates_no_producer(broker: SecuredBroker) -> None:
     async def read() -> None:
         log = KafkaLog(broker.settings("SASL_PLAINTEXT", "guest0"))
         try:

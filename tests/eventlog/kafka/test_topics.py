@@ -112,6 +112,6 @@ def test_an_address_where_nothing_answers_is_one_clear_error(address: str, caplo
     assert [found for found in caplog.records if found.levelno >= logging.WARNING] == []
 
 
-def test_a_log_that_was_not_started_says_so() -> None:
+def test_a_log_that_was_not_started_raises_an_error() -> None:
     with pytest.raises(LogError, match=r"await start\(\) first"):
         asyncio.run(KafkaLog("127.0.0.1:1").cluster_id())

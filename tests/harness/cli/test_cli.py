@@ -238,12 +238,12 @@ def test_an_environment_that_cannot_make_examples_is_named(
 
 
 @pytest.mark.parametrize("text", ["{{model}}: x", "? [a]\n: 1", "a: &a [*a]", "1: x", "a: !!binary aGk="])
-def test_yaml_that_is_no_plain_mapping_is_named(tmp_path: Path, text: str) -> None:
+def test_yaml_that_is_not_a_plain_mapping_is_refused_by_its_file_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     assert_refused(finetune(tmp_path, tmp_path / "run.yaml"), "run.yaml")
 
 
-def test_what_a_library_says_stands_in_the_log_file_only_and_steers_no_terminal(
+def test_output_of_libraries_is_only_in_the_log_file_and_escaped(
     tmp_path: Path, written: dict[str, Any], write: Write
 ) -> None:
     code = (
@@ -350,7 +350,7 @@ def test_an_option_out_of_its_range_is_named(
 
 
 @pytest.mark.parametrize("command", [["runs"], ["status"], ["stop", "run-1"]])
-def test_a_workspace_without_runs_says_so(tmp_path: Path, command: list[str]) -> None:
+def test_a_workspace_without_runs_is_named_in_the_error(tmp_path: Path, command: list[str]) -> None:
     assert_refused(rollstream(*command, "-w", str(tmp_path / "w")), str(tmp_path / "w"))
 
 

@@ -109,7 +109,7 @@ def test_an_unknown_id_is_one_clear_error(rig: GroupRig, job_id: str) -> None:
         (["show", "run-1/rl"], "show ('run-1/rl',)"),
     ],
 )
-def test_what_is_not_a_command_is_an_argument_of_list(written: list[str], reported: str) -> None:
+def test_an_unknown_command_is_an_argument_of_list(written: list[str], reported: str) -> None:
     @click.group(cls=ListByDefault)
     def group() -> None:
         """A group of two commands."""

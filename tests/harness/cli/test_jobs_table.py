@@ -38,7 +38,7 @@ def row(script: SimpleNamespace, *events: Event, **reported: Any) -> list[str]:
     return line.split()
 
 
-def test_a_line_says_what_was_submitted_and_how_far_it_is(script: SimpleNamespace) -> None:
+def test_a_row_has_the_submitted_job_and_its_progress(script: SimpleNamespace) -> None:
     assert row(script) == ["run-1", "rl", "rl", "queued", "run-1/policy", "grpo", "0", "0", "7", "4"]
     spec = script.job_spec("rl")
     begun = JobStarted(**JOB, base_version=4, plan=spec.plan, rollout=spec.rollout)
@@ -80,7 +80,7 @@ def test_a_skipped_job_has_a_line_of_its_own_with_the_version_that_stays(script:
     assert jobs_table([progress], "run-1/others") == "no jobs yet"
 
 
-def test_a_log_without_jobs_says_so(script: SimpleNamespace) -> None:
+def test_the_table_of_a_log_without_jobs_is_one_line(script: SimpleNamespace) -> None:
     assert jobs_table([]) == "no jobs yet"
     assert jobs_table([evolve(Progress("run-1"), script.run_started())]) == "no jobs yet"
 

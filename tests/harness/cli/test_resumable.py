@@ -12,7 +12,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "/data/out")
 
 
 @pytest.mark.parametrize("error", [LogError(), StoreUnavailableError("away"), FULL, TimeoutError("late")], ids=repr)
-def test_an_error_says_that_the_run_stays_open_and_how_to_go_on_with_it(error: Exception) -> None:
+def test_an_error_of_an_open_run_has_the_command_that_resumes_it(error: Exception) -> None:
     with pytest.raises(type(error)) as message, _resumable("mine-1", is_open=True):
         raise error
     assert "run mine-1 stays open: `rollstream finetune --config_file FILE --resume mine-1`" in one_line(message.value)

@@ -88,7 +88,7 @@ def lab(tmp_path: Path, script: SimpleNamespace) -> Lab:
 @pytest.mark.parametrize(
     "text", ["run-1", "run-1@", "@3", "run-1@x", "run-1@-1", "run-1/@1", "/p@1", "a/b/c@1", "a b@1"]
 )
-def test_what_is_not_a_group_and_version_is_refused(text: str) -> None:
+def test_a_target_that_is_not_a_group_and_version_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"GROUP@VERSION, for example demo-1a2b3c@12 or demo-1a2b3c/policy@12"):
         parse_target(text)
 
@@ -110,7 +110,7 @@ def test_a_request_names_the_job_and_the_newest_planned_version(lab: Lab) -> Non
     asyncio.run(scenario())
 
 
-def test_what_does_not_exist_is_refused_with_what_there_is(lab: Lab) -> None:
+def test_an_unknown_run_group_or_version_is_refused_with_the_known_ones(lab: Lab) -> None:
     async def scenario() -> None:
         await lab.begin()
         assert await lab.refusal("gone@1") == "run gone does not exist; `rollstream runs` lists all runs"

@@ -353,7 +353,7 @@ def test_a_run_ends_early_in_order_when_validation_no_longer_gets_better(tmp_pat
     asyncio.run(scenario())
 
 
-def test_an_epoch_that_the_curriculum_leaves_empty_is_sealed_empty_and_says_so(tmp_path: Path) -> None:
+def test_an_epoch_that_the_curriculum_leaves_empty_is_sealed_without_batches(tmp_path: Path) -> None:
     curriculum = {"enabled": True, "min_reward_diff": 2.0}
     run = {"validation_dataset": str(tmp_path / "valid.jsonl"), "validation_interval": 1}
 

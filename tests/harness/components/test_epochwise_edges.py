@@ -55,7 +55,7 @@ def shaped_evenly(group: list[Trajectory]) -> None:
         trajectory.shaped_rewards = [0.25] * len(answers_of(trajectory))
 
 
-def test_what_is_written_again_has_the_reward_that_it_came_with_and_is_not_scored_again(tmp_path: Path) -> None:
+def test_a_repeated_write_keeps_the_given_rewards_and_is_not_scored_again(tmp_path: Path) -> None:
     written = configuration(tmp_path, reward_function={"name": "has_digit"})
     written["eval"]["evaluators"] = {"has_digit": {"_type": "numeric_match", "answer_key": "secret"}}
     written["trajectory_builders"]["b"]["reward_weights"] = {"reward": 0.5, "has_digit": 2.0}
@@ -213,7 +213,9 @@ async def unreachable(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("has_curriculum", [True, False])
-def test_what_a_builder_leaves_out_is_not_said_to_be_the_curriculums(tmp_path: Path, has_curriculum: bool) -> None:
+def test_trajectories_that_a_builder_leaves_out_are_not_attributed_to_the_curriculum(
+    tmp_path: Path, has_curriculum: bool
+) -> None:
     curriculum = {"enabled": has_curriculum, "initial_percentile": 0.5, "min_reward_diff": 0.0}
     rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=2, curriculum_learning=curriculum))
     parts = components_for(rig)
@@ -274,7 +276,7 @@ class OtherTrainer(Trainer):
 @pytest.mark.parametrize(
     ("tells", "expected"), [(True, {"not_submitted": 2 * 4, "curriculum": 2 * 4}), (False, {"not_submitted": 2 * 8})]
 )
-def test_what_another_trainer_leaves_out_is_its_curriculums_only_where_that_left_it_out(
+def test_trajectories_that_another_trainer_leaves_out_have_their_own_cause(
     tmp_path: Path, tells: bool, expected: dict[str, int]
 ) -> None:
     rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=2, curriculum_learning={"enabled": True}))

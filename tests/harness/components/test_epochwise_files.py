@@ -68,7 +68,7 @@ def test_a_file_that_a_crash_cut_off_loses_at_most_its_last_epoch(tmp_path: Path
     assert rows(tmp_path) == history(tmp_path) == history(tmp_path, VALIDATIONS) == list(range(5))
 
 
-def test_what_an_epoch_let_in_is_written_and_not_held(tmp_path: Path) -> None:
+def test_admitted_groups_are_written_and_not_kept_in_memory(tmp_path: Path) -> None:
     files = EpochFiles(tmp_path)
     add(files, 0, 500)
     files.plot("mine")  # imports what draws
@@ -87,7 +87,7 @@ def test_what_an_epoch_let_in_is_written_and_not_held(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_what_a_full_disk_did_not_take_is_whole_when_it_is_written_again(
+def test_files_cut_by_a_full_disk_are_complete_after_the_next_write(
     small_disk: Callable[[int], Any], num_before: int
 ) -> None:
     disk = small_disk(2)

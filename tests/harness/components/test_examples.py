@@ -79,7 +79,7 @@ async def conducted(rig: EpochwiseRig, *, resume: bool = False) -> Any:
         return progress
 
 
-def test_components_of_ones_own_do_what_they_say(tmp_path: Path) -> None:
+def test_the_examples_of_custom_components_work_as_documented(tmp_path: Path) -> None:
     rig = EpochwiseRig(tmp_path, configuration(tmp_path), script=digits)
     assert rig.loaded.config.trainer.planning == "submitted"
     asyncio.run(conducted(rig))

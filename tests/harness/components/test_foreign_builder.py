@@ -105,7 +105,7 @@ def trained_and_rejected(folder: Path, *, is_exact: bool, **adapter: Any) -> tup
     return rig, sum(len(batch.members) for batch in planned), Counter(event.cause for event in rejected)
 
 
-def test_what_has_token_ids_is_trained_on_in_every_epoch_although_it_is_the_same(tmp_path: Path) -> None:
+def test_equal_trajectories_with_token_ids_are_trained_on_in_every_epoch(tmp_path: Path) -> None:
     _, num_trained, rejected = trained_and_rejected(tmp_path, is_exact=True)
     assert (num_trained, rejected) == (4, Counter())
 
@@ -115,7 +115,7 @@ def test_text_alone_is_rejected_for_want_of_token_ids(tmp_path: Path) -> None:
     assert (num_trained, rejected) == (0, Counter(no_token_ids=4))
 
 
-def test_text_may_be_retokenised_and_says_so(tmp_path: Path) -> None:
+def test_retokenised_text_is_trained_on_and_flagged(tmp_path: Path) -> None:
     rig, num_trained, rejected = trained_and_rejected(tmp_path, is_exact=False, retokenise=True)
     assert (num_trained, rejected) == (4, Counter())
     steps = asyncio.run(rig.events("steps", StepRecorded))

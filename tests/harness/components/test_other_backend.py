@@ -161,7 +161,7 @@ async def conducted(rig: EpochwiseRig, *, resume: bool = False) -> Any:
         return await end(rig.log, rig.artifacts, progress, handle.run, rig.loaded.config)
 
 
-def test_what_it_is_given_is_on_the_log_and_no_learner_is_needed(tmp_path: Path) -> None:
+def test_another_backends_trajectories_are_on_the_log_and_no_learner_is_needed(tmp_path: Path) -> None:
     rig = EpochwiseRig(tmp_path, written(tmp_path))
     assert rig.loaded.config.trainer.planning == "submitted"
     check_paths(rig.loaded.config)
@@ -243,7 +243,7 @@ def test_a_run_that_goes_on_hands_no_sealed_epoch_over_again(tmp_path: Path) -> 
     assert len(OtherBackend.given) == 2
 
 
-def test_a_backend_that_is_down_is_told_before_anything_is_rolled_out(tmp_path: Path) -> None:
+def test_a_backend_that_is_down_is_reported_before_any_rollout(tmp_path: Path) -> None:
     rig = EpochwiseRig(tmp_path, written(tmp_path, is_up=False))
     with pytest.raises(ConfigError, match=r"trainer_adapters\.a: its training backend is not healthy"):
         asyncio.run(conducted(rig))

@@ -200,7 +200,7 @@ def test_an_epoch_without_trajectories_is_completed_and_a_failed_one_ends_the_ru
     asyncio.run(scenario())
 
 
-def test_a_reward_that_is_no_number_is_refused_before_a_curriculum_could_hide_it(make: Any) -> None:
+def test_a_reward_that_is_not_a_number_is_refused_before_the_curriculum_filters(make: Any) -> None:
     async def scenario() -> None:
         found = await make({"a": (0.0, float("nan")), "b": (0.0, 1.0)}, {"enabled": True})
         with pytest.raises(ComponentError, match="epoch 0 has the reward nan"):
@@ -281,7 +281,7 @@ def test_another_folder_for_what_is_logged_counts_for_that_call_alone(make: Any,
     asyncio.run(scenario())
 
 
-def test_before_it_is_initialized_a_trainer_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_uninitialized_trainer_raises_and_writes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
 
     async def scenario() -> None:
@@ -297,7 +297,7 @@ def test_before_it_is_initialized_a_trainer_says_so_and_writes_nothing(tmp_path:
     asyncio.run(scenario())
 
 
-def test_a_builder_without_an_evaluation_says_what_to_do() -> None:
+def test_the_error_of_a_builder_without_run_eval_names_the_remedy() -> None:
     class Plain(TrajectoryBuilder):
         """Has nothing but what every builder must have."""
 
@@ -308,7 +308,7 @@ def test_a_builder_without_an_evaluation_says_what_to_do() -> None:
         asyncio.run(Plain(TrajectoryBuilderConfig()).run_eval())
 
 
-def test_what_goes_wrong_in_cleaning_up_is_raised_only_after_a_run_that_went_well(make: Any) -> None:
+def test_an_error_of_cleanup_is_raised_only_after_a_successful_run(make: Any) -> None:
     class Torn(Builder):
         """Its evaluations cannot be listed."""
 
@@ -388,7 +388,7 @@ def test_a_trainer_that_derives_from_ours_may_end_a_run_by_a_rule_of_its_own(tmp
     asyncio.run(scenario())
 
 
-def test_builder_and_adapter_tell_their_progress_with_the_runs_id(caplog: pytest.LogCaptureFixture) -> None:
+def test_builder_and_adapter_log_their_progress_with_the_run_id(caplog: pytest.LogCaptureFixture) -> None:
     builder = RollstreamTrajectoryBuilder(RollstreamTrajectoryBuilderConfig())
     adapter = RollstreamTrainerAdapter(RollstreamTrainerAdapterConfig(model=ModelSettings(path="m")))
     with caplog.at_level(logging.INFO):

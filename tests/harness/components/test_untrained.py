@@ -147,9 +147,7 @@ CUT = {"enabled": True, "min_reward_diff": 2.0}
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_what_the_curriculum_alone_leaves_untrained_is_no_failure_and_leaves_no_model(
-    tmp_path: Path, is_ours: bool
-) -> None:
+def test_a_run_left_untrained_by_the_curriculum_alone_completes_without_a_model(tmp_path: Path, is_ours: bool) -> None:
     exact = with_text(tmp_path, {"is_exact": True}, curriculum_learning=CUT)
     ours = configuration(tmp_path, num_epochs=2, num_examples=2, curriculum_learning=CUT)
     outcome, (event,) = ended(EpochwiseRig(tmp_path, ours if is_ours else exact))
@@ -180,7 +178,7 @@ def test_a_job_that_succeeded_untrained_in_an_earlier_release_fails_its_run(tmp_
     assert outcome.message == "job run-1/rl: nothing was trained (no trajectories were submitted for 1 epoch)"
 
 
-def test_a_run_that_is_stopped_before_it_trained_says_so_and_leaves_no_model(tmp_path: Path) -> None:
+def test_a_run_stopped_before_it_trained_reports_that_and_leaves_no_model(tmp_path: Path) -> None:
     rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_examples=2))
 
     async def stop(planned: BatchPlanned) -> None:

@@ -46,14 +46,14 @@ def refused(written: dict[str, Any], **env: str) -> str:
 # What is accepted
 
 
-def test_what_only_nat_uses_is_kept_as_it_is(written: dict[str, Any]) -> None:
+def test_sections_that_only_nat_uses_are_kept_unchanged(written: dict[str, Any]) -> None:
     found = loaded(written | NATS_SECTIONS)
     assert found.finetune.run_configuration is not None
     file = found.finetune.run_configuration.config_file
     assert {name: getattr(file, name) for name in NATS_SECTIONS} == NATS_SECTIONS
 
 
-def test_a_key_that_no_server_asks_for_is_no_secret(written: dict[str, Any], write: Write) -> None:
+def test_a_placeholder_api_key_is_not_a_secret(written: dict[str, Any], write: Write) -> None:
     config_file.load(write(written | NATS_SECTIONS))
     secret = {"llms": {"model": {"_type": "openai", "api_key": "sk-123"}}}
     with pytest.raises(ConfigError, match=r"llms.model.api_key: secrets are not allowed in the file"):
@@ -94,7 +94,7 @@ def test_the_workflow_names_the_environment(written: dict[str, Any], workflow: A
     assert loaded(written | {"workflow": workflow}, GAME="guess_number").config.environment == "guess_number"
 
 
-def test_what_the_environment_takes_of_the_workflows_block_goes_to_it(written: dict[str, Any]) -> None:
+def test_fields_of_the_workflow_block_are_passed_to_the_environment(written: dict[str, Any]) -> None:
     written["workflow"] = {"_type": "guess_number", "high": "${HIGH}", "low": 1, "player_model": "model"}
     written["trajectory_builders"]["b"]["environment_config"] = {"low": 2}
     config = loaded(written, HIGH="7").config

@@ -23,7 +23,7 @@ def read(path: Path, **values: Any) -> list[Example]:
     return read_dataset(section_of(path, DatasetSection.model_validate({"file_path": str(path), **values})))
 
 
-def test_every_type_of_file_says_the_same(tmp_path: Path) -> None:
+def test_every_type_of_file_yields_the_same_examples(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
     (tmp_path / "d.json").write_text(json.dumps(ROWS))
     (tmp_path / "d.csv").write_text('\ufeffid,text,value,note\n1,"a, b",2.5,\nx,"""q""",3,n\n', encoding="utf-8")
@@ -90,7 +90,7 @@ def test_bytes_of_parquet_are_text_at_any_depth(tmp_path: Path) -> None:
         ("MAP {{{}: 'v'}}", "c"),
     ],
 )
-def test_bytes_of_parquet_that_are_no_text_are_one_error(tmp_path: Path, column: str, path: str) -> None:
+def test_parquet_bytes_that_are_not_text_are_one_error(tmp_path: Path, column: str, path: str) -> None:
     wrong = column.format(r"'\xFF\xD8'::BLOB")
     file = parquet(tmp_path, f"SELECT 1 AS id, NULL AS c UNION ALL SELECT 2, {wrong}")
     with pytest.raises(ConfigError) as raised:
@@ -153,7 +153,7 @@ def test_a_long_integer_of_csv_stays_text(tmp_path: Path) -> None:
     assert read(tmp_path / "d.csv") == [Example("1", {"a": 2**64 - 1, "b": str(2**64), "c": "9" * 5000})]
 
 
-def test_what_the_structure_names_stands_under_its_standard_name_too(tmp_path: Path) -> None:
+def test_columns_of_the_structure_also_have_their_standard_names(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"key": "k", "q": "2+2=", "expected": "4", "more": 1}')
     structure = {"question_key": "q", "answer_key": "expected", "generated_answer_key": "made"}
     (found,) = read(tmp_path / "d.jsonl", id_key="key", structure=structure)

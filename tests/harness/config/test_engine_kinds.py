@@ -31,7 +31,7 @@ def with_engine(written: dict[str, Any], engine: Any) -> dict[str, Any]:
     return changed
 
 
-def test_a_file_says_an_engine_by_its_kind(written: dict[str, Any]) -> None:
+def test_an_engine_is_configured_by_its_kind(written: dict[str, Any]) -> None:
     def engine(**block: Any) -> Any:
         return config_file.resolve(
             with_engine(written, block), {"THREADS": "2", "PARROT_KEY": "x"}
@@ -135,7 +135,7 @@ LORA = {"rank": 8, "target_modules": ["q_proj"]}
         ({}, {"top_p": 0.9}, r"^trajectory_builders\.b\.sampling: with top_p, .*; set top_k, such as 1024, or "),
     ],
 )
-def test_what_vllm_refuses_drops_or_misreads_ends_no_run_in_its_middle(
+def test_settings_that_vllm_refuses_or_ignores_are_refused_before_the_run(
     written: dict[str, Any], adapter: dict[str, Any], builder: dict[str, Any], message: str
 ) -> None:
     """Refused in one line, before anything is started; without the odd key all is well."""

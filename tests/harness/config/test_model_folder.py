@@ -50,7 +50,7 @@ def test_a_folder_without_a_model_and_none_at_all_are_refused(tmp_path: Path) ->
         check_model(f"{tmp_path}/gone", AT)
 
 
-def test_a_model_that_is_no_folder_has_to_be_in_the_hubs_cache_or_on_the_hub(
+def test_a_model_that_is_not_a_folder_must_be_in_the_hubs_cache_or_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))

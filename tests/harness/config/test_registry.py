@@ -70,7 +70,7 @@ def test_a_type_is_the_name_of_its_configuration_class() -> None:
     register_trainer(config_type=MyTrainerConfig)(build)  # once more, the same
 
 
-def test_a_name_is_registered_once_and_the_known_ones_are_told() -> None:
+def test_a_name_registered_twice_is_refused_with_the_known_names() -> None:
     class Same(TrainerConfig, name="rollstream"):
         pass
 
@@ -81,7 +81,7 @@ def test_a_name_is_registered_once_and_the_known_ones_are_told() -> None:
         register_trainer(config_type=Same)(build)
 
 
-def test_what_returns_is_refused_with_the_remedy() -> None:
+def test_a_function_that_returns_is_refused_with_the_remedy() -> None:
     async def build(config: Any, builder: Any) -> Any:
         return None
 
@@ -102,7 +102,7 @@ def test_a_configuration_without_a_name_or_of_another_kind_is_refused() -> None:
         register_trainer_adapter(config_type=MyTrainerConfig)(build)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_package_that_cannot_be_imported_is_told_and_passed_over(
+def test_a_package_that_cannot_be_imported_is_skipped_and_named_in_later_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_components.py").write_text("raise RuntimeError('no GPU')")
@@ -192,7 +192,7 @@ def test_our_blocks_and_those_derived_from_them_are_given_the_commands_workspace
     assert derived.workspace == Path("w")
 
 
-def test_what_yields_nothing_or_another_kind_is_named_by_its_path(finetune: FinetuneConfig) -> None:
+def test_a_builder_that_yields_nothing_or_another_kind_is_named_by_its_path(finetune: FinetuneConfig) -> None:
     register_all([])
 
     async def nothing(config: Any, builder: Any) -> Any:
@@ -211,7 +211,7 @@ def test_what_yields_nothing_or_another_kind_is_named_by_its_path(finetune: Fine
             asyncio.run(built(finetune))
 
 
-def test_what_a_component_raises_is_one_line_with_its_path_and_the_place_in_its_code(finetune: FinetuneConfig) -> None:
+def test_an_exception_in_a_component_is_one_line_with_path_file_and_line(finetune: FinetuneConfig) -> None:
     register_all([])
 
     async def broken(config: Any, builder: Any) -> Any:

@@ -57,7 +57,7 @@ def test_builders_name_more_evaluators_and_choose_what_a_missing_score_is(config
     assert settings.missing_score == "reject"
 
 
-def test_without_evaluators_nothing_is_added_to_what_events_say(config):
+def test_events_without_evaluators_have_no_further_fields(config):
     settings = rollout(config({}))
     assert (settings.missing_score, settings.evaluators) == ("error", {})
     assert {"evaluators", "missing_score"}.isdisjoint(settings.model_dump())
@@ -81,12 +81,12 @@ def test_an_unknown_name_lists_what_the_file_has(config):
 
 
 @pytest.mark.parametrize("services", ["managed", "external"])
-def test_a_wrong_block_is_told_before_the_run_even_if_nobody_uses_it(config, services):
+def test_an_invalid_evaluator_is_refused_before_the_run_even_if_unused(config, services):
     with pytest.raises(ConfigError, match=r"eval\.evaluators\.sum\.tolerence: unknown key; did you mean tolerance\?"):
         check_names(config({"sum": {"_type": "numeric_match", "tolerence": 1}}, services=services))
 
 
-def test_a_python_evaluator_that_is_not_there_is_told_before_the_run(config):
+def test_a_missing_python_evaluator_is_refused_before_the_run(config):
     block = {"_type": "python", "function": "no_such_module.score"}
     with pytest.raises(ConfigError, match=r"eval\.evaluators\.own\.function: .*no_such_module cannot be imported"):
         check_names(config({"own": block}, "own"))

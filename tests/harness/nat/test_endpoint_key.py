@@ -109,7 +109,7 @@ def test_a_key_of_ones_own_is_given_on_and_without_a_key_nothing_is(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_user_is_told_the_path_of_the_key_and_never_the_key(tmp_path: Path, config_with: Any) -> None:
+def test_the_access_line_has_the_path_of_the_key_and_never_the_key(tmp_path: Path, config_with: Any) -> None:
     token = token_of(config_with(), tmp_path, {})
     assert token is not None
     path = tmp_path / "endpoint-1.token"
@@ -128,7 +128,7 @@ def test_a_token_in_plain_text_is_refused_before_anything_starts(config_with: An
     check_endpoint(config_with(token="${MY_KEY}", port=0))
 
 
-def test_models_that_all_lead_elsewhere_are_told_of_with_the_endpoints_address(
+def test_models_that_all_use_other_servers_are_a_warning_with_the_endpoints_address(
     config_with: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     elsewhere = nat_config(("http://127.0.0.1:9999/v1", "unused"), ("http://example.com/v1", None))

@@ -32,7 +32,7 @@ def test_every_field_has_its_default(seen: dict[str, Any]) -> None:
     assert ours == theirs
 
 
-def test_what_nat_refuses_is_refused_and_what_it_accepts_is_read_alike(seen: dict[str, Any]) -> None:
+def test_input_is_refused_or_validated_as_by_nat(seen: dict[str, Any]) -> None:
     ours, theirs = seen["validation"]
     for given, mine, their in zip(seen["inputs"], ours, theirs, strict=True):
         assert mine == their, given
@@ -49,5 +49,5 @@ def test_every_member_of_the_interfaces_has_its_signature(seen: dict[str, Any]) 
         assert ours[member] == signature, member
 
 
-def test_what_the_interfaces_do_themselves_is_the_same(seen: dict[str, Any]) -> None:
+def test_concrete_methods_of_the_interfaces_behave_as_nats(seen: dict[str, Any]) -> None:
     assert seen["behaviour"][OURS] == seen["behaviour"][THEIRS]

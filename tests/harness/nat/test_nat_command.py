@@ -185,7 +185,7 @@ def test_neither_nats_logs_nor_its_last_line_hold_a_secret_or_what_steers_a_term
         assert SECRET.encode() not in path.read_bytes()
 
 
-def test_what_another_package_raises_as_it_is_initialised_is_printed_without_its_secrets(
+def test_an_exception_of_another_packages_initialize_is_printed_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COMMAND_TEST_ACCESS", SECRET)

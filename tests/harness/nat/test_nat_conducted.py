@@ -71,7 +71,7 @@ def test_a_trainer_that_raises_has_its_run_fail_with_the_same_words_and_without_
     assert "s3cr3t" not in caplog.text
 
 
-def test_what_a_trainer_calls_failed_is_failed_on_the_log(tmp_path: Path) -> None:
+def test_a_failed_status_of_a_trainer_is_a_failed_run_on_the_log(tmp_path: Path) -> None:
     async def run(backend: RunHandle) -> list[Any]:
         return [status(COMPLETED), status(FAILED, "no evaluation\x1b[2J")]
 
@@ -90,7 +90,7 @@ def test_epochs_that_are_called_completed_and_submitted_nothing_fail_the_run(tmp
     assert event.cause == "failed"
 
 
-def test_the_failure_of_a_run_that_submitted_nothing_says_what_other_packages_logged(
+def test_the_failure_of_a_run_that_submitted_nothing_quotes_other_packages_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "s3cr3t-of-the-judge")

@@ -152,7 +152,7 @@ def test_the_endpoint_takes_the_temperature_of_the_loss_where_its_answers_are_tr
     assert endpoint.temperature == wanted
 
 
-def test_nobody_is_told_of_a_key_that_only_the_llm_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_that_only_the_llm_has_is_not_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         loaded(tmp_path, {"x": llm(temperature=0.3)})
     assert "sampling" not in caplog.text

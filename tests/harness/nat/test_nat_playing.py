@@ -106,7 +106,7 @@ def test_an_evaluator_that_raises_fails_every_example_with_its_name() -> None:
         assert re.fullmatch(r"evaluator it raised KeyError \(.* in evaluate\): 'no such column'", str(one.error))
 
 
-def test_the_terminal_is_told_of_the_first_failure_in_full_and_the_log_file_of_each(
+def test_the_terminal_shows_the_first_failure_and_the_log_file_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     failures = Failures()
@@ -126,7 +126,7 @@ def test_evaluators_of_whole_trajectories_are_asked_as_nat_asks_them() -> None:
     assert [one.score for one in played(["one", "two"], {"_type": "playing_test_atif"})] == [0.5, 0.5]
 
 
-def test_what_is_registered_is_known_by_its_names_and_a_wrong_block_shows_no_value() -> None:
+def test_registered_functions_are_known_by_name_and_an_invalid_block_shows_no_value() -> None:
     register()
     assert "playing_test_echo" in function_types()
     secret = {"_type": "openai", "model_name": 5, "api_key": ["sk-very-secret"]}
@@ -135,7 +135,7 @@ def test_what_is_registered_is_known_by_its_names_and_a_wrong_block_shows_no_val
     assert "sk-very-secret" not in str(caught.value)
 
 
-def test_a_step_with_bytes_that_are_no_text_is_recorded_in_base64() -> None:
+def test_a_step_with_bytes_that_are_not_text_is_recorded_in_base64() -> None:
     (step,) = nat.read([nat.tool("t", "2")[-1]])
     assert step.payload.data is not None
     for output, kept in ((b"\xff\xd8", "_9g="), (b"text", "text")):

@@ -127,7 +127,7 @@ def test_components_are_built_again_and_again_and_are_nats():
 
 
 @pytest.mark.slow
-def test_what_nat_imports_loads_nothing_heavy():
+def test_the_module_that_nat_imports_loads_no_heavy_library():
     code = (
         "import sys\n"
         "sys.path[:] = [path for path in sys.path if path]\n"

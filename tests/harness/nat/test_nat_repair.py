@@ -33,7 +33,7 @@ def test_a_configuration_that_holds_itself_can_be_shown_after_the_repair():
     assert "run_configuration=None" in repr(run.config_file)
 
 
-def test_what_is_whole_is_left_as_it_is():
+def test_a_complete_configuration_is_not_repaired():
     finetune = handed_over(dataset="a.json")
     repair(finetune)
     before = finetune.run_configuration

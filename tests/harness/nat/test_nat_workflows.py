@@ -118,7 +118,9 @@ def test_an_llm_leads_to_the_model_by_name_or_by_port(example: dict[str, Any], l
         ("trajectory_builders.openpipe_traj_builder.services", "external", r"services: external services have no"),
     ],
 )
-def test_what_leads_nowhere_is_refused(example: dict[str, Any], path: str, value: Any, reported: str) -> None:
+def test_a_file_whose_workflow_cannot_be_run_is_refused(
+    example: dict[str, Any], path: str, value: Any, reported: str
+) -> None:
     *parents, key = path.split(".")
     block = example
     for name in parents:
@@ -197,7 +199,7 @@ def test_llms_that_grpo_cannot_compare_with_one_distribution_are_refused(
 
 
 @pytest.mark.parametrize("temperature", [0.4, "0.4"])
-def test_llms_that_sample_alike_and_as_the_blocks_say_are_taken(example: dict[str, Any], temperature: Any) -> None:
+def test_llms_with_the_sampling_of_the_blocks_are_accepted(example: dict[str, Any], temperature: Any) -> None:
     example["llms"]["judge"] = JUDGE
     example["llms"]["openai_llm"]["temperature"] = temperature
     example["llms"]["second"] = SECOND | {"temperature": 0.4, "top_p": 1}
@@ -216,7 +218,7 @@ def test_llms_that_sample_alike_and_as_the_blocks_say_are_taken(example: dict[st
         ("gpt", ("policy", "policy"), "gpt"),
     ],
 )
-def test_a_target_model_of_the_file_is_told_apart_from_the_other_names_of_the_model(
+def test_a_target_model_is_distinguished_from_the_other_names_of_the_model(
     example: dict[str, Any], target: str | None, names: tuple[str, str], wanted: str | None
 ) -> None:
     example["llms"]["judge"] = JUDGE

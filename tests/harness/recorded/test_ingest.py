@@ -135,7 +135,7 @@ def test_a_rollout_without_a_name_is_none_that_has_one():
         assert found == {"a": ["rollout-2", "rollout-1"], "b": ["rollout-3"]}
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line():
+def test_a_byte_order_mark_is_ignored():
     first, *others = lines({"rollout_id": "r", "steps": run_of("a"), "reward": 1})
     assert not read_lines([codecs.BOM_UTF8 + first, *others], ALL).bad
 
@@ -156,7 +156,7 @@ BAD = {
 }
 
 
-def test_a_bad_line_is_told_with_its_reason_and_the_rest_goes_on():
+def test_a_bad_line_is_reported_with_its_reason_and_the_rest_is_read():
     good = lines({"rollout_id": "g", "steps": run_of("a"), "reward": 1})
     raws = [raw.encode() for raw in BAD if BAD[raw]] + [b"\xff\xfe"]
     ingested = read_lines([*raws, b"", *good], ALL)
@@ -185,7 +185,7 @@ def test_a_line_that_is_nested_too_deeply_for_a_record_is_bad(tmp_path):
     assert [orjson.loads(orjson.dumps(inputs_of(group)))["question"] for group in stored] == ["1+1"]
 
 
-def test_what_does_not_fit_together_is_a_broken_rollout():
+def test_inconsistent_lines_are_a_rollout_with_an_error():
     ghost = {"rollout_id": "ghost", "reward": 1.0}
     stray = {"rollout_id": "r", "steps": run_of("a"), "step_rewards": {"nobody": 1.0}}
     errors = [members(group)[0].error for group in read_lines(lines(ghost, stray), ALL).groups]
@@ -239,7 +239,7 @@ def test_a_file_becomes_the_dataset_and_the_size_of_a_run(tmp_path, configured):
     assert len(prepared.ingested.bad) == 1
 
 
-def test_what_is_only_imitated_needs_one_rollout_an_example(tmp_path, configured):
+def test_sft_needs_one_rollout_per_example(tmp_path, configured):
     file = tmp_path / "steps.jsonl"
     file.write_bytes(b"\n".join(lines(*run_of("a"))))
     config = configured(adapter={"algorithm": {"name": "sft"}})
@@ -278,7 +278,7 @@ def test_a_file_or_configuration_that_cannot_be_used_is_one_clear_error(
     assert message in str(caught.value)
 
 
-def test_a_configuration_without_a_builder_says_so(tmp_path):
+def test_a_configuration_without_a_builder_is_refused(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({"finetuning": {"trajectory_builder": "b"}}))
     file = tmp_path / "steps.jsonl"

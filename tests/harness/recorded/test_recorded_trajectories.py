@@ -71,7 +71,7 @@ def test_log_probabilities_are_read_in_every_shape(shape):
         assert (exact.logprobs is not None) == has_values
 
 
-def test_the_version_that_an_endpoint_tells_is_the_span_of_the_answer():
+def test_the_version_in_an_endpoints_answer_becomes_its_span():
     exact = read_logprobs({"content": CONTENT, **OURS}).tokens()
     assert exact is not None
     assert [(span.model_group, span.version, span.length) for span in exact.spans] == [("run/policy", 3, 2)]
@@ -129,7 +129,7 @@ def test_an_answer_without_log_probabilities_is_record_only_unless_they_are_not_
         (trajectory(DPOItem(prompt="p", chosen_response="a", rejected_response="b")), "is a preference pair"),
     ],
 )
-def test_what_cannot_be_used_is_a_rollout_with_an_error(broken, message):
+def test_an_unusable_trajectory_is_a_rollout_with_an_error(broken, message):
     assert message in rollout_of(broken).error
 
 
@@ -153,7 +153,7 @@ def test_a_preference_pair_is_a_group_of_two_with_one_prompt():
         (10**400, None), (np.float64("nan"), None), (None, None),
     ],
 )  # fmt: skip
-def test_scores_of_numpy_count_and_what_is_no_finite_number_is_missing(score, expected):
+def test_numpy_scores_count_and_a_score_that_is_not_finite_is_missing(score, expected):
     assert score_of(SimpleNamespace(score=score, error=None)) == expected
 
 

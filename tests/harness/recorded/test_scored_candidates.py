@@ -58,7 +58,7 @@ def test_every_better_and_worse_candidate_is_a_pair_or_only_the_best_and_the_wor
     assert pairs(*steps, min_score_diff=1.5) == [("2", "8", 2.0)]
 
 
-def test_equal_scores_equal_texts_and_other_prompts_are_no_pair_and_are_counted() -> None:
+def test_equal_scores_equal_texts_and_other_prompts_are_dropped_and_counted() -> None:
     other = {"data": {"input": [{"role": "user", "content": "X12345678"}]}}
     assert dropped(step(0, "4", 1.0), step(1, "2", 1.0)) == {"equal scores": 1}
     assert dropped(step(0, "4", 1.0), step(1, "4", 0.0)) == {"equal texts": 1}
@@ -107,7 +107,7 @@ def test_a_step_is_read_as_an_object_as_json_and_as_an_event_of_the_log() -> Non
     assert of_log.reference["step_index"] == 7
 
 
-def test_other_steps_and_what_is_no_step_are_passed_over() -> None:
+def test_other_steps_and_invalid_steps_are_skipped() -> None:
     start = step(0, "4", 1.0, event_type="TTC_START", span_event_timestamp=None)
     assert found(start, step(0, "4", 1.0, name="other"), {"event_type": "?"}, 3, None) == Found()
 
@@ -211,7 +211,7 @@ def test_tokens_of_a_text_that_was_changed_are_not_used() -> None:
 @pytest.mark.parametrize(
     ("reward", "metadata", "diff"), [(2.0, None, 2.0), (-1.0, {}, 1.0), (3.0, {"score_diff": 0.5}, 0.5)]
 )
-def test_the_difference_of_scores_is_what_is_told_else_the_reward(
+def test_the_score_difference_is_the_given_one_or_else_the_reward(
     reward: float, metadata: dict[str, Any] | None, diff: float
 ) -> None:
     item = DPOItem(prompt="?", chosen_response="a", rejected_response="b")

@@ -54,12 +54,12 @@ def test_a_log_that_was_longer_is_named_by_topic_partition_and_range(tmp_path: P
 
 
 @pytest.mark.parametrize("clusters", [("other",), ("memory", "other")])
-def test_metrics_of_another_cluster_say_nothing(tmp_path: Path, clusters: Any) -> None:
+def test_metrics_of_another_cluster_are_ignored(tmp_path: Path, clusters: Any) -> None:
     workspace_of(log_of_runs(5), tmp_path, *clusters)
     asyncio.run(check_ends(log_of_runs(3), tmp_path, pytest.fail))
 
 
-def test_without_metrics_the_runs_themselves_say_what_is_gone(tmp_path: Path) -> None:
+def test_without_metrics_lost_records_are_found_by_the_runs_themselves(tmp_path: Path) -> None:
     asyncio.run(check_ends(log_of_runs(3), tmp_path / "none", pytest.fail))
     found = "run_started:r0, named by run_ended:r0, is missing in topic groups partition 0 .it holds offsets 0 to 2"
     with pytest.raises(TruncatedError, match=found):
@@ -67,7 +67,7 @@ def test_without_metrics_the_runs_themselves_say_what_is_gone(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_metrics_that_cannot_be_asked_are_told_of(tmp_path: Path) -> None:
+def test_metrics_that_cannot_be_queried_are_a_warning(tmp_path: Path) -> None:
     workspace_of(log_of_runs(5), tmp_path)
     code = "import duckdb, sys; held = duckdb.connect(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(metrics_file(tmp_path))]
@@ -81,7 +81,7 @@ def test_metrics_that_cannot_be_asked_are_told_of(tmp_path: Path) -> None:
     assert f"in use by another process (PID {holder.pid})" in warned[0]
 
 
-def test_what_retention_removed_is_a_line_a_partition() -> None:
+def test_records_removed_by_retention_are_one_line_per_partition() -> None:
     log = log_of_runs(5)
     assert asyncio.run(removed(log)) == []
     log.truncate(TopicPartition("groups", 0), 2)

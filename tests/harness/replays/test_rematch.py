@@ -132,7 +132,7 @@ def test_a_match_reads_move_by_move(tmp_path: Path) -> None:
         ({"member": 2}, r"--member 2: task .* has the members 0 to 1"),
     ],
 )
-def test_who_or_what_there_is_not_is_named(tmp_path: Path, asked: dict[str, Any], says: str) -> None:
+def test_an_unknown_player_or_match_is_named_in_the_error(tmp_path: Path, asked: dict[str, Any], says: str) -> None:
     async def main() -> None:
         run = Recorded(tmp_path)
         await run.again(await run.events(), **asked)

@@ -132,9 +132,7 @@ class Stopping:
             raise InterruptedError
 
 
-def test_no_next_epoch_is_started_while_there_is_no_room(
-    script: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_epoch_waits_until_it_may_start(script: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conductor, "POLL_S", 0.01)
 
     async def scenario() -> None:
@@ -172,7 +170,7 @@ def test_events_of_other_runs_change_nothing(script: SimpleNamespace) -> None:
     asyncio.run(scenario())
 
 
-def test_what_is_lacking_takes_its_time_from_what_caused_it(script: SimpleNamespace) -> None:
+def test_a_missing_event_has_the_time_of_its_cause(script: SimpleNamespace) -> None:
     spec = script.job_spec()
     submitted = lacking(Progress(script.run), script.run_started(), [spec])[1]
     assert isinstance(submitted, JobSubmitted)

@@ -66,7 +66,7 @@ def lab(tmp_path: Path, written: dict[str, Any], write: Any, script: SimpleNames
 
 
 @pytest.mark.parametrize("text", ["run-1", "run-1@", "@3", "run-1@x", "run-1@-1", "run-1@1.5", "a b@1"])
-def test_what_is_no_run_and_version_is_refused(text: str) -> None:
+def test_a_fork_point_that_is_not_a_run_and_version_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="RUN@VERSION"):
         parse_fork(text)
 
@@ -161,7 +161,7 @@ def test_weights_that_are_gone_or_void_are_refused(lab: Lab) -> None:
     asyncio.run(scenario())
 
 
-def test_a_fork_says_its_parent_to_the_log_and_to_the_learner_also_when_it_is_resumed(lab: Lab) -> None:
+def test_the_log_and_the_learner_know_a_forks_parent_also_after_a_resume(lab: Lab) -> None:
     async def scenario() -> None:
         await lab.record()
         point = parse_fork("run-1@1")

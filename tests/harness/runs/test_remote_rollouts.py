@@ -61,7 +61,7 @@ def test_without_an_endpoint_the_environment_stays_and_only_what_was_made_elsewh
     assert rollout({"endpoint": URL}, adapter={"algorithm": {"name": "sft"}}).policy == "demonstration"
 
 
-def test_an_endpoint_that_is_no_url_and_a_run_without_questions_say_so(rollout, write, written, tmp_path):
+def test_an_invalid_endpoint_and_a_run_without_questions_are_refused(rollout, write, written, tmp_path):
     with pytest.raises(ConfigError, match="'localhost' is not a URL"):
         rollout({"endpoint": "localhost"})
     loaded = config_file.load(write(written), options={"endpoint": URL})
@@ -95,6 +95,6 @@ def test_a_server_whose_url_has_a_password_is_looked_at_too(write, written, monk
             check_workflow(config)
 
 
-def test_a_server_that_is_not_there_yet_is_only_told(write, written, caplog):
+def test_a_server_that_is_not_reachable_yet_is_only_a_warning(write, written, caplog):
     check_workflow(config_file.load(write(written), options={"endpoint": "http://127.0.0.1:9"}).config)
     assert "--endpoint http://127.0.0.1:9 is not reachable yet" in caplog.text

@@ -88,13 +88,13 @@ def test_a_run_that_names_code_which_the_users_file_does_not_is_not_resumed(stor
     assert_told(stored, str(refused.value))
 
 
-def test_what_the_user_trusts_is_imported(stored: Stored) -> None:
+def test_code_of_a_trusted_configuration_is_imported(stored: Stored) -> None:
     with pytest.raises(ConfigError, match="has no 'Config'; define it there"):
         ask_what_if(stored, trust=True)
     assert stored.is_imported
 
 
-def test_what_the_users_own_file_names_needs_no_flag(stored: Stored) -> None:
+def test_code_that_the_users_own_file_names_needs_no_flag(stored: Stored) -> None:
     check_stored(stored.config, stored.config, run_id="run-1", trust=False)
     check_stored(stored.written, {}, run_id="run-1", trust=False)
 

@@ -83,7 +83,7 @@ def validation(script: SimpleNamespace) -> Validation:
     return Validation(script.run_started(), spec, [Example("x", {}), Example("y", {})], spec.rollout, interval=3)
 
 
-def test_what_is_due_depends_on_the_log_alone(script: SimpleNamespace, validation: Validation) -> None:
+def test_the_due_validation_depends_on_the_log_alone(script: SimpleNamespace, validation: Validation) -> None:
     spec = validation.spec
     progress = Progress(script.run)
     assert validation.due_epoch(progress) is None
@@ -119,7 +119,7 @@ def test_a_validation_is_the_mean_of_its_scores_and_never_counts_a_missing_one()
         validation_metrics(output(), "mine")
 
 
-def test_early_stopping_needs_so_many_validations_in_a_row_that_are_no_better() -> None:
+def test_early_stopping_needs_patience_validations_in_a_row_without_improvement() -> None:
     rule = EarlyStopping(patience=2, min_delta=0.1)
     assert not should_stop_early([], rule)
     assert not should_stop_early([0.1, 0.1], rule)

@@ -17,7 +17,7 @@ from rollstream.schemas.kafka import KafkaSettings
 STEPS, GROUPS = TopicPartition("steps", 0), TopicPartition("groups", 0)
 
 
-def test_a_group_that_lost_an_offset_is_told_by_partition_and_remedy(tmp_path: Path) -> None:
+def test_a_lost_offset_is_reported_with_partition_and_remedy(tmp_path: Path) -> None:
     check_committed(tmp_path, "c", "rollstream-processors", {})
     check_committed(tmp_path, "c", "rollstream-processors", {STEPS: 7, GROUPS: 3})
     remember_committed(tmp_path, "c", "rollstream-processors", {STEPS: 9, GROUPS: 3})
@@ -29,7 +29,7 @@ def test_a_group_that_lost_an_offset_is_told_by_partition_and_remedy(tmp_path: P
         check_committed(tmp_path, "c", "rollstream-processors", {})
 
 
-def test_what_is_gone_for_a_moment_while_a_service_runs_is_not_forgotten(tmp_path: Path) -> None:
+def test_an_offset_missing_for_a_moment_is_still_remembered(tmp_path: Path) -> None:
     check_committed(tmp_path, "c", "g", {STEPS: 7, GROUPS: 3})
     remember_committed(tmp_path, "c", "g", {})
     remember_committed(tmp_path, "c", "g", {STEPS: 8})
@@ -37,7 +37,7 @@ def test_what_is_gone_for_a_moment_while_a_service_runs_is_not_forgotten(tmp_pat
         check_committed(tmp_path, "c", "g", {})
 
 
-def test_what_cannot_be_written_is_remembered_the_next_time(tmp_path: Path) -> None:
+def test_offsets_that_could_not_be_written_are_remembered_at_the_next_commit(tmp_path: Path) -> None:
     lock = tmp_path / ".committed.json.lock"
     lock.mkdir()
     remember_committed(tmp_path, "c", "g", {STEPS: 7})

@@ -35,7 +35,7 @@ def on_a_terminal(code: str, *, columns: int = 40, **variables: str) -> str:
     return found.decode().replace("\r\n", "\n")
 
 
-def test_on_a_terminal_a_line_replaces_the_one_before_and_what_is_said_stays() -> None:
+def test_on_a_terminal_a_line_replaces_the_one_before_and_printed_lines_stay() -> None:
     code = (
         "line = LiveLine(sys.stdout)\nline.show('a')\nline.show('b')\n"
         "line.print('stays')\nline.show('c')\nline.finish()"
@@ -49,12 +49,12 @@ def test_a_line_wider_than_the_terminal_is_cut_so_that_it_can_be_cleared() -> No
     assert on_a_terminal("LiveLine(sys.stdout).show('東' * 300)", columns=20) == "東" * 9 + "…"
 
 
-def test_what_is_shown_steers_no_terminal_and_is_no_markup() -> None:
+def test_a_shown_text_is_escaped_and_not_read_as_markup() -> None:
     code = "LiveLine(sys.stdout).show('[bold]a[/bold] :smile:\\x1b[2J\\r\\nb')"
     assert on_a_terminal(code, columns=80) == "[bold]a[/bold] :smile:\\x1b[2J\\x0d b"
 
 
-def test_what_is_shown_under_a_printable_stream_still_moves_the_cursor() -> None:
+def test_the_live_line_still_moves_the_cursor_on_a_printable_stream() -> None:
     code = (
         "from rollstream.metrics.sql.printable import printable_output\n"
         "with printable_output():\n    line = LiveLine(sys.stdout)\n    line.show('a')\n    line.show('b\\x1b')"

@@ -87,7 +87,7 @@ def test_a_gateway_with_a_section_of_its_own_is_a_producers_process(
         ({"gateway": {}, "model_group": "run-1/policy"}, "serve gateway: either model_group, or gateway"),
     ],
 )
-def test_a_gateway_that_could_be_neither_kind_is_told_what_to_set(given: dict[str, Any], message: str) -> None:
+def test_the_error_of_a_gateway_of_neither_kind_names_the_key_to_set(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         recording("gateway", given)
 

@@ -34,7 +34,7 @@ class Leaving:
         return found
 
 
-def test_members_of_a_killed_run_are_waited_for_and_it_is_told_once() -> None:
+def test_members_of_a_killed_run_are_waited_for_with_one_message() -> None:
     lines: list[str] = []
     groups = Leaving("producers-1", "producers-2")
     asyncio.run(check_sole_use(groups, ["g-producers"], LOCATION, session_timeout_s=600.0, notify=lines.append))

@@ -129,7 +129,7 @@ def test_a_log_that_ends_within_a_line_is_continued_on_the_next(tmp_path: Path) 
     asyncio.run(scenario())
 
 
-def test_what_a_library_prints_at_every_exit_is_not_the_reason_of_one(tmp_path: Path) -> None:
+def test_a_librarys_output_at_exit_is_not_the_reason_of_the_exit(tmp_path: Path) -> None:
     (tmp_path / "one.log").write_text(
         """error: no weights
 nanobind: leaked 4 instances!

@@ -21,7 +21,7 @@ def port_of(kafka: KafkaSettings) -> int:
     return int(kafka.bootstrap_servers.rpartition(":")[2])
 
 
-def test_who_started_a_broker_stops_it_when_nobody_else_uses_it(
+def test_the_command_that_started_a_broker_stops_it_after_the_last_user(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace = Workspace(tmp_path)
@@ -47,7 +47,7 @@ def test_who_started_a_broker_stops_it_when_nobody_else_uses_it(
     assert "waiting for other commands" in capsys.readouterr().err
 
 
-def test_who_started_a_broker_and_failed_leaves_it_to_the_others(tmp_path: Path) -> None:
+def test_a_command_that_started_a_broker_and_failed_leaves_it_to_the_others(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         is_in, may_leave = threading.Event(), threading.Event()

@@ -51,7 +51,7 @@ async def redrive(log: MemoryLog, *numbers: int, **how: Any) -> list[Position]:
     return await send(log, prepared)
 
 
-def test_letters_are_told_oldest_first_each_record_once() -> None:
+def test_dead_letters_are_listed_oldest_first_each_record_once() -> None:
     async def go() -> list[Letter]:
         log = MemoryLog(num_partitions=PARTITIONS)
         await add_dead_letter(log, b"{")
@@ -83,7 +83,7 @@ def test_a_letter_belongs_to_the_run_that_its_key_or_its_value_names() -> None:
     asyncio.run(go())
 
 
-def test_a_record_is_sent_again_unchanged_to_its_own_partition_and_says_from_where() -> None:
+def test_a_redriven_record_is_unchanged_in_its_own_partition_and_names_its_origin() -> None:
     async def go() -> None:
         log = MemoryLog(num_partitions=PARTITIONS)
         number = await add_dead_letter(log, GOOD.value)
@@ -96,7 +96,7 @@ def test_a_record_is_sent_again_unchanged_to_its_own_partition_and_says_from_whe
     asyncio.run(go())
 
 
-def test_what_would_die_again_is_refused_before_anything_is_sent() -> None:
+def test_a_dead_letter_that_still_cannot_be_decoded_is_refused_before_anything_is_sent() -> None:
     async def go() -> None:
         log = MemoryLog(num_partitions=PARTITIONS)
         good, bad = await add_dead_letter(log, GOOD.value), await add_dead_letter(log, BAD)
@@ -174,7 +174,7 @@ def test_a_redriven_record_that_dies_again_is_a_letter_of_its_own() -> None:
     asyncio.run(go())
 
 
-def test_a_number_that_is_no_letter_is_refused() -> None:
+def test_a_number_without_a_dead_letter_is_refused() -> None:
     async def go() -> None:
         log = MemoryLog(num_partitions=PARTITIONS)
         with pytest.raises(LogError, match=r"dead letter 4 does not exist .topic dlq is empty"):

@@ -158,7 +158,7 @@ def test_only_what_nothing_needs_may_go(events: list[Event], versions: list[int]
     assert going(events) == [f"r/policy@{version}" for version in versions]
 
 
-def test_what_checkpoints_stand_at_stays() -> None:
+def test_versions_of_checkpoints_are_kept() -> None:
     assert going(run("r"), r={2}, other={3}) == ["r/policy@1", "r/policy@3"]
 
 
@@ -320,7 +320,7 @@ def test_any_store_is_collected(scheme: str, tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_what_lies_in_another_store_stays(tmp_path: Path) -> None:
+def test_artifacts_of_another_store_are_kept(tmp_path: Path) -> None:
     other = ArtifactStore(str(tmp_path / "other"))
     log = asyncio.run(log_of(other, run("r")))
     before = other.listing()
@@ -386,7 +386,7 @@ def test_open_runs_are_named(tmp_path: Path) -> None:
     check_no_open_run(found_in(store, asyncio.run(log_of(store, run("r"))), tmp_path), "kafka:9092")
 
 
-def test_files_of_checkpoints_are_told_by_model_group_and_version(tmp_path: Path) -> None:
+def test_checkpoint_files_are_identified_by_model_group_and_version(tmp_path: Path) -> None:
     store = ArtifactStore(str(tmp_path / "artifacts"))
     folder = tmp_path / "checkpoints" / "r%2Fpolicy"
     folder.mkdir(parents=True)

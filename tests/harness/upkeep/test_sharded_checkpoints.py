@@ -10,7 +10,7 @@ from rollstream.learner.checkpoint import CheckpointFolder
 from tests.harness.upkeep.test_gc import found_in, log_of, run
 
 
-def test_what_a_checkpoint_stands_at_stays_be_it_a_file_or_a_folder_of_shards(tmp_path: Path) -> None:
+def test_the_version_of_a_checkpoint_is_kept_whether_a_file_or_a_folder_of_shards(tmp_path: Path) -> None:
     store = ArtifactStore(str(tmp_path / "artifacts"))
     log = asyncio.run(log_of(store, run("r")))
     left = [set(found_in(store, log, tmp_path).weights)]

@@ -210,7 +210,9 @@ def test_the_length_of_a_rollout_is_that_of_all_its_completions() -> None:
         ({"aggregation": "constant", "aggregation_length": 64, "mini_batches": 2}, ("row_length", 64.0)),
     ],
 )
-def test_losses_are_divided_as_aggregation_says(options: dict[str, Any], normaliser: tuple[str, float]) -> None:
+def test_losses_are_divided_by_the_aggregations_normaliser(
+    options: dict[str, Any], normaliser: tuple[str, float]
+) -> None:
     assert tuple(advantages.normaliser_of(GrpoSettings(**options), batch_of([0.0] * 3))) == normaliser
 
 

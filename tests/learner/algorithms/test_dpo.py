@@ -271,7 +271,7 @@ def test_a_replay_of_the_training_has_the_same_reference(
     asyncio.run(scenario())
 
 
-def test_a_batch_without_a_pair_yields_the_same_weights_and_says_so(
+def test_a_batch_without_a_pair_yields_the_same_weights_and_a_warning(
     pair_lab: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:

@@ -32,7 +32,7 @@ def test_grpo_gives_no_gradient_where_it_clips() -> None:
     assert given.logprobs_N.grad.tolist() == pytest.approx([-1.0, 0.0, 2.0, -0.5, 0.0])
 
 
-def test_grpo_tells_kl_clipping_and_effective_sample_size() -> None:
+def test_grpo_reports_kl_clipping_and_effective_sample_size() -> None:
     found = Grpo().loss(batch([1.0, 2.0, 0.5, 0.5], [1.0, 1.0, -1.0, 1.0]), SETTINGS)
     metrics = Grpo().metrics({name: float(value) for name, value in found.sums.items()}, Counts(4, 1, 0))
     k3 = [0.0, 1 - math.log(2), -0.5 + math.log(2), -0.5 + math.log(2)]
@@ -97,7 +97,7 @@ def test_the_penalty_is_the_divergence_from_the_reference_and_has_a_gradient() -
 DUAL = SETTINGS.model_copy(update={"dual_clip": 3.0})
 
 
-def test_dual_clip_bounds_the_loss_of_negative_advantages_and_tells_its_share() -> None:
+def test_dual_clip_bounds_the_loss_of_negative_advantages_and_reports_its_share() -> None:
     given = batch([2.0, 4.0, 4.0, 1.0], [-1.0, -0.5, 1.0, -1.0])
     found = Grpo().loss(given, DUAL)
     assert found.values.tolist() == pytest.approx([2.0, 1.5, -1.3, 1.0])

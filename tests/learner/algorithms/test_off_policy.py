@@ -161,7 +161,7 @@ def log_ppl_diff(versions: np.ndarray, revision: int) -> float | None:
     return off_policy.compared_metrics({k: float(v) for k, v in sums.items()}).get("mismatch/log_ppl_diff")
 
 
-def test_old_tokens_are_no_mismatch_of_engine_and_learner() -> None:
+def test_old_tokens_do_not_count_as_a_mismatch_of_engine_and_learner() -> None:
     by_row = [-LOG_W[row == ROW_OF].mean() for row in range(3)]
     drifted = np.where(ROW_OF == 0, 5, 4)
     assert log_ppl_diff(drifted, 10) == pytest.approx(by_row[0])

@@ -72,7 +72,7 @@ def test_every_two_answers_that_differ_in_score_are_a_pair_with_the_largest_diff
     assert pairs(*answers, min_score_diff=1.5) == [(8, 9, 2.0)]
 
 
-def test_equal_scores_and_equal_answers_are_no_pair() -> None:
+def test_equal_scores_or_equal_answers_make_no_pair() -> None:
     assert pairs(item(7, score=1.0), item(8, score=1.0)) == []
     assert pairs(item(7, score=1.0), item(8, score=1.0), exhaustive_pairs=False) == []
     assert pairs(item(7, score=1.0), item(7, score=0.0)) == []

@@ -61,7 +61,7 @@ def test_masked_are_the_tokens_of_completions_that_were_cut_off() -> None:
 @pytest.mark.parametrize(
     ("change", "is_smaller"), [({}, False), ({"mask_truncated": True}, True), ({"truncation_penalty": 0.5}, False)]
 )
-def test_a_batch_with_truncated_answers_is_trained_as_its_job_says(
+def test_truncated_answers_are_trained_by_the_jobs_settings(
     tmp_path: Any, tiny_model: Any, change: dict[str, Any], is_smaller: bool
 ) -> None:
     async def steps(name: str, algorithm: GrpoSettings) -> list[StepTrained]:

@@ -192,7 +192,7 @@ def test_a_row_that_does_not_fit_ends_the_job_with_the_remedy() -> None:
         recorded.run(work, 8)
 
 
-def test_a_version_recorded_without_a_budget_is_given_what_the_job_says() -> None:
+def test_a_version_recorded_without_a_budget_uses_the_jobs() -> None:
     def work(tokens: int) -> int:
         if tokens > 32:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")

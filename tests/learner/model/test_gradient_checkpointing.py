@@ -65,7 +65,7 @@ def test_an_attention_implementation_that_is_not_installed_is_named(tiny_model: 
         PolicyModel(settings, seed=0)
 
 
-def test_eager_attention_and_a_head_in_float32_say_what_sdpa_says(tiny_model: Path) -> None:
+def test_eager_attention_and_a_head_in_float32_match_sdpa(tiny_model: Path) -> None:
     plain, _ = backward(tiny_model, shares=False)
     other, _ = backward(tiny_model, shares=False, attn_implementation="eager", fp32_head=True)
     for name, gradient in plain.items():

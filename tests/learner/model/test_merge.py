@@ -91,7 +91,7 @@ def published(policy: PolicyModel, weights: Path, **changes: Any) -> WeightsPubl
 )
 @pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, LlamaConfig, GemmaConfig, MistralConfig])
 @torch.no_grad()
-def test_a_merged_version_says_what_the_policy_says(
+def test_the_logits_of_a_merged_version_match_the_policys(
     tmp_path: Path, tiny: Path, config: Any, lora: LoraSettings | None, tied: bool
 ) -> None:
     base = base_model(tmp_path / "base", tiny, config, tied=tied, dtype=torch.float32)
@@ -140,7 +140,7 @@ def test_the_weights_of_an_adapter_are_taken_without_a_look_at_the_base_model_s_
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 @torch.no_grad()
-def test_a_merged_version_on_real_vllm_says_what_the_policy_says(tmp_path: Path) -> None:
+def test_the_logprobs_of_a_merged_version_on_real_vllm_match_the_policys(tmp_path: Path) -> None:
     policy = trained(tiny_base(tmp_path / "base"), LORA)
     merged = tmp_path / "merged"
     export_merged(published(policy, tmp_path / "weights"), tmp_path / "weights", merged)
@@ -190,9 +190,7 @@ def test_a_base_model_below_the_home_folder_is_found_by_every_export(
         ({"target_modules": ["no_proj"]}, "cannot have the adapter of model.lora"),
     ],
 )
-def test_what_cannot_be_merged_leaves_no_folder(
-    tmp_path: Path, tiny: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_failed_merge_leaves_no_folder(tmp_path: Path, tiny: Path, changes: dict[str, Any], message: str) -> None:
     policy = trained(tiny, LORA)
     lora = {**(policy.adapter_config() or {}), **changes}
     with pytest.raises(ModelError, match=message):

@@ -264,7 +264,7 @@ def policy_of(folder: Path, config: Any, **settings: Any) -> PolicyModel:
     ],
     ids=["capped", "state", "window", "dropout"],
 )
-def test_a_model_that_cannot_share_computes_each_row_and_says_why(
+def test_a_model_that_cannot_share_computes_each_row_and_logs_the_reason(
     config: Any, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = policy_of(tmp_path, config)
@@ -360,6 +360,6 @@ def test_kept_sets_go_with_their_tokens(tmp_path: Path) -> None:
     assert torch.allclose(plain, found, atol=1e-5)
 
 
-def test_what_comes_after_the_last_trained_token_is_not_computed() -> None:
+def test_tokens_after_the_last_trained_one_are_not_computed() -> None:
     ids, mask = np.arange(6, dtype=np.int32), np.asarray([False, False, True, True, False, False])
     assert inputs_of(ids, mask).tolist() == [0, 1, 2]

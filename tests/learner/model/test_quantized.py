@@ -79,7 +79,7 @@ def trained(lab: Any, **changes: Any) -> list[WeightsPublished]:
     return asyncio.run(scenario())
 
 
-def test_adapters_over_4_bits_are_trained_again_bit_by_bit_and_say_so(lab: Any, folder: Path) -> None:
+def test_adapters_over_4_bits_are_retrained_bit_by_bit_and_record_their_quantization(lab: Any, folder: Path) -> None:
     lab.model = folder
     published = trained(lab, model=model_of(folder, quantization="nf4"))
     assert [one.version for one in published] == [0, 1, 2, 3]

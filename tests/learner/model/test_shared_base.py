@@ -91,7 +91,7 @@ def test_a_model_whose_files_have_changed_is_loaded_again(folder: Path) -> None:
     assert not frozen(one) & frozen(PolicyModel(lora(folder), seed=1, shares_base=True))
 
 
-def test_what_cannot_share_has_a_base_model_of_its_own(folder: Path) -> None:
+def test_a_model_that_cannot_share_has_its_own_base_model(folder: Path) -> None:
     full = ModelSettings(path=str(folder), device="cpu")
     assert not can_share(full, CPU)
     assert not can_share(lora(folder).model_copy(update={"quantization": "nf4"}), CPU)
@@ -102,7 +102,7 @@ def test_what_cannot_share_has_a_base_model_of_its_own(folder: Path) -> None:
     assert not addresses[0] & addresses[1]
 
 
-def test_who_shares_a_base_model_and_why_others_do_not_is_one_text() -> None:
+def test_the_description_of_bases_names_those_that_share_and_why_others_do_not() -> None:
     path = Path("/models/base")
     models = {
         "r/solvers": lora(path),

@@ -227,7 +227,7 @@ def test_tied_weights_are_written_once(tiny_model: Path) -> None:
     assert list(model.weights()) == sorted(model.weights())
 
 
-def test_adapters_begin_as_their_seed_says(tiny_model: Path) -> None:
+def test_adapters_are_initialized_from_their_seed(tiny_model: Path) -> None:
     settings = ModelSettings(path=str(tiny_model), device="cpu", lora=LoraSettings(rank=2))
     assert PolicyModel(settings, seed=1).weights_bytes() == PolicyModel(settings, seed=1).weights_bytes()
     assert PolicyModel(settings, seed=1).weights_bytes() != PolicyModel(settings, seed=2).weights_bytes()

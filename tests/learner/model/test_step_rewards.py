@@ -103,7 +103,7 @@ def test_credit_by_step_reaches_the_tokens_of_the_step_and_of_none_other() -> No
     assert padded.advantages[padded.mask].tolist() == [1.5, 1.5, 2.0, 1.5]
 
 
-def test_what_the_manifest_says_of_a_reward_counts() -> None:
+def test_the_manifests_reward_takes_precedence() -> None:
     good = trajectory(0, {"0": 1.0}, 1.0)
     assert advantages.stepped(collate.member_of(good, reward=good.reward), 3.0).rewards() == {0: 1.0, 3: 2.0}
 
@@ -135,7 +135,7 @@ def test_a_job_without_step_rewards_trains_the_same_bits_by_step_as_by_total(lab
     assert trained(other, step_rewards="process") == trained(lab)
 
 
-def test_the_learner_credits_steps_where_the_job_says_so(lab: Any) -> None:
+def test_the_learner_credits_steps_if_the_job_has_process_rewards(lab: Any) -> None:
     async def run() -> None:
         job = await lab.submit(algorithm=GrpoSettings(step_rewards="process", advantage="group_mean"))
         (planned,) = await lab.plan(job, 1)

@@ -188,7 +188,7 @@ def test_one_process_trains_nearly_what_two_train(folder: Path, tmp_path: Path, 
     asyncio.run(scenario())
 
 
-def test_one_process_goes_on_from_the_shards_of_two_and_says_why_their_bits_differ(folder: Path) -> None:
+def test_one_process_continues_from_the_shards_of_two_and_explains_differing_bits(folder: Path) -> None:
     assert found_in(folder / "continued")["ranks"] == [2, 2, 1, 1]
     error = (folder / "diverged" / "error.txt").read_text()
     assert "it was trained by 2 process(es) then and by 1 now, and bits are equal only for as many" in error
@@ -273,7 +273,7 @@ async def kill(torchrun: psutil.Process, *, rank: int) -> None:
         process.kill()
 
 
-def test_what_several_processes_do_not_train_fails_its_job_alone(folder: Path) -> None:
+def test_settings_that_several_processes_do_not_train_fail_their_job_alone(folder: Path) -> None:
     errors = json.loads((folder / "refused" / "errors.json").read_text())
     assert len(errors) == 1
     assert "2 processes do not train with optimizer.kind: muon" in errors[0]

@@ -50,7 +50,7 @@ def settings_of(changes: dict[str, Any], path: str = "model") -> JobSettings:
 
 
 @pytest.mark.parametrize(("what", "changes"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_several_processes_do_not_train_is_named_before_a_model_is_loaded(
+def test_settings_that_several_processes_do_not_train_are_named_before_a_model_is_loaded(
     what: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     settings = settings_of(changes, str(tmp_path / "not there"))
@@ -64,7 +64,7 @@ def test_what_several_processes_do_not_train_is_named_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("changes", TRAINED, ids=str)
-def test_what_they_train_is_not_refused(changes: dict[str, Any]) -> None:
+def test_settings_that_several_processes_train_are_accepted(changes: dict[str, Any]) -> None:
     assert refused(settings_of(changes)) == ""
 
 

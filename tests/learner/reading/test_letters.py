@@ -84,7 +84,7 @@ def test_a_restart_reads_the_letters_since_it_stopped_reading_and_writes_none_tw
     asyncio.run(scenario())
 
 
-def test_what_a_run_wrote_is_looked_up_in_the_letters_since_its_beginning(old_lab: Any) -> None:
+def test_dead_letters_are_read_from_the_beginning_of_the_run(old_lab: Any) -> None:
     async def scenario() -> None:
         job = await submit(old_lab, "run-new")
         inbox = await Inbox.open(old_lab.log)
@@ -121,9 +121,7 @@ def test_a_first_start_reads_the_letters_since_the_run_before_the_first_record_t
 
 
 @pytest.mark.parametrize("offsets", [None, {}, {"batches": 0, "jobs": 0, "weights": 0}, {"dlq": 10**9, "batches": 0}])
-def test_start_offsets_that_say_nothing_of_letters_have_all_of_them_read(
-    old_lab: Any, offsets: dict[str, int] | None
-) -> None:
+def test_start_offsets_without_dead_letters_have_all_of_them_read(old_lab: Any, offsets: dict[str, int] | None) -> None:
     async def scenario() -> None:
         await add_dead_letter(old_lab.log, "batches", 0)
         found = Letters(old_lab.log, ("jobs", "batches", "weights"))

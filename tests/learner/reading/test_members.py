@@ -95,7 +95,7 @@ async def trajectories(lab: Any, planned: BatchPlanned) -> list[TrajectoryAssemb
     return check_members(planned, await fetch_records(lab.log, planned))
 
 
-def test_what_is_read_ahead_is_what_would_be_read_when_it_is_due(lab: Any) -> None:
+def test_members_read_ahead_equal_those_read_when_due(lab: Any) -> None:
     async def scenario() -> None:
         first, second, third = await lab.plan(await lab.submit())
         log = WatchedLog(lab.log)

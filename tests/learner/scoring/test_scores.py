@@ -96,7 +96,7 @@ def test_scores_lie_on_completion_tokens_and_come_back_as_they_were(lab: Any) ->
         assert ((row.scores["reference"] != 0) == row.mask).all()
 
 
-def test_what_no_record_holds_is_several_events(lab: Any) -> None:
+def test_scores_too_large_for_a_record_are_several_events(lab: Any) -> None:
     async def scenario() -> BatchPlanned:
         return (await lab.plan(await lab.submit(), 1))[0]
 

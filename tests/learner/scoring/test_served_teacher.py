@@ -110,7 +110,7 @@ def allow(lab: Any, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setattr(type(lab), "permissions", property(lambda _: permissions))
 
 
-def test_what_a_server_says_is_recorded_and_needed_by_no_replay(
+def test_a_servers_scores_are_recorded_and_a_replay_does_not_ask_it(
     lab: Any, teacher: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -209,7 +209,7 @@ def test_a_key_that_no_header_can_hold_is_refused_without_telling_it(teacher: Pa
 
 
 @pytest.mark.parametrize("value", [float("nan"), -9999.0, 0.5, "high"])
-def test_what_is_no_log_probability_is_refused(teacher: Path, value: Any) -> None:
+def test_an_invalid_log_probability_is_refused(teacher: Path, value: Any) -> None:
     async def scenario() -> None:
         answer = {"choices": [{"prompt_logprobs": [None, {"8": {"logprob": value}}]}]}
         async with serving(TeacherServer(teacher, answer=answer)) as server:
@@ -279,7 +279,7 @@ def test_a_server_that_hangs_is_asked_once_and_named_with_the_remedy(monkeypatch
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:9"])
-def test_a_server_that_does_not_answer_yet_is_no_reason_to_refuse_a_run(
+def test_a_server_that_does_not_answer_yet_is_only_a_warning(
     teacher: Path, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     algorithm = OpdSettings(teacher=str(teacher), teacher_url=url)
@@ -305,7 +305,7 @@ def test_a_url_without_a_teacher_is_refused() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_a_vllm_server_teaches_what_its_model_says(vllm_server: VllmServer) -> None:
+def test_a_vllm_server_teaches_with_its_models_log_probabilities(vllm_server: VllmServer) -> None:
     vllm_server.restore()
     rng = np.random.default_rng(0)
     rows = [rng.integers(2, 100, size).astype(np.int32) for size in (2, 17, 200, 500)]

@@ -129,7 +129,7 @@ def test_an_unknown_job_is_refused(rig: GroupRig, call: Call) -> None:
         lambda group: group.switch_to_next_model(),
     ],
 )
-def test_a_group_without_a_job_says_so(rig: GroupRig, call: Call) -> None:
+def test_a_group_without_a_job_raises_an_error(rig: GroupRig, call: Call) -> None:
     async def body() -> None:
         async with await rig.open() as group:
             with pytest.raises(JobStateError, match=f"model group {GROUP} has no job; create one first"):

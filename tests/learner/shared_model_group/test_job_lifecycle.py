@@ -243,7 +243,7 @@ def test_other_groups_and_their_jobs_change_nothing() -> None:
     assert folded([RunEnded(run_id="run-2", time_ms=1, cause="completed")]) == initial(GROUP)
 
 
-def test_what_a_finished_job_closed_is_let_go() -> None:
+def test_closed_groups_of_a_finished_job_are_dropped() -> None:
     cancelled = [submitted(1), JobCancelled(**common(1))]
     for order in ([0, 1, 0], [0, 0, 1], [1, 0, 0]):
         assert folded(list(cancelled), [closed(1, 0)], order=order).job(job_id(1)).closed == {}
@@ -311,7 +311,7 @@ EVENTS = [one for one in JOBS if getattr(one, "job_id", None) == job_id(1)] + [B
 
 
 @given(st.lists(st.sampled_from(EVENTS)))
-def test_a_status_only_changes_as_the_table_says(events: list[Event]) -> None:
+def test_a_status_only_changes_by_a_transition_of_the_table(events: list[Event]) -> None:
     state = initial(GROUP)
     statuses: list[JobStatus] = [FineTuneJob(job_id(1)).status]
     events = [submitted(1), *events]

@@ -169,7 +169,7 @@ def test_lora_and_learning_rate_reach_the_job(rig: GroupRig) -> None:
     asyncio.run(body())
 
 
-def test_a_closed_group_lets_its_agents_go_and_says_that_it_is_not_open(rig: GroupRig) -> None:
+def test_a_closed_group_releases_its_agents_and_refuses_calls(rig: GroupRig) -> None:
     async def body() -> None:
         agents = rig.agents()
         async with await rig.open(agents) as group:
@@ -317,7 +317,7 @@ def test_params_of_agents_are_checked_by_name() -> None:
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 3.0), ({"dual_clip": None}, None), ({"dual_clip": 5.0}, 5.0)])
-def test_rl_jobs_have_the_dual_clip_of_new_runs_unless_the_options_say_another(
+def test_rl_jobs_have_the_dual_clip_of_new_runs_unless_the_options_set_another(
     given: dict[str, Any], expected: float | None
 ) -> None:
     options = FineTuneOptions(grpo=GrpoSettings(**given), mini_batches=2)

@@ -41,7 +41,7 @@ def test_the_first_end_of_a_job_counts_and_the_runs_end_where_it_has_none(tmp_pa
     assert found == [("cancelled", "the run ended", False), ("failed", "no room", False)]
 
 
-def test_no_job_or_epoch_ends_before_it_began_whatever_event_time_says(tmp_path: Path, synthetic: Any) -> None:
+def test_no_job_or_epoch_ends_before_it_began_whatever_its_event_time(tmp_path: Path, synthetic: Any) -> None:
     """The harness's event time is the wall clock's; that of closed groups stands still while no producer runs."""
     behind = {"epoch_sealed": 1_000, "job_succeeded": 2_000}
     made = [
@@ -94,7 +94,7 @@ def test_a_task_waits_from_its_record_to_that_of_its_groups_start(tmp_path: Path
     assert ask(path, "SELECT count(*) FROM groups") == [(len(tasks),)], "a task without a group has no row here"
 
 
-def test_a_validation_never_ends_before_its_run_began_whatever_event_time_says(tmp_path: Path, synthetic: Any) -> None:
+def test_a_validation_never_ends_before_its_run_began_whatever_its_event_time(tmp_path: Path, synthetic: Any) -> None:
     changes = {"purpose": "validation", "time_ms": 1_000}
     made = [one.model_copy(update=changes) if one.kind == "group_closed" else one for one in synthetic.all_events()]
     path = empty_file(tmp_path)

@@ -80,7 +80,7 @@ def rows(path: Path, sql: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_views_say_what_the_folds_say(tmp_path: Path, seed: int) -> None:
+def test_the_views_match_the_folds(tmp_path: Path, seed: int) -> None:
     groups = league(seed)
     matches = matches_of(groups)
     shuffled = [*groups, *groups[:7]]

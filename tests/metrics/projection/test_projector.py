@@ -91,7 +91,7 @@ def test_the_epoch_summary_shows_the_rl_epochs_in_order(tmp_path: Path, syntheti
     assert ask(path, "SELECT kind, epoch FROM epochs") == [("sft", 0), ("rl", 0), ("rl", 1)]
 
 
-def test_a_training_step_shows_the_preference_accuracy_that_it_told(tmp_path: Path, synthetic: Any) -> None:
+def test_a_training_step_has_the_preference_accuracy_of_its_metrics(tmp_path: Path, synthetic: Any) -> None:
     reported = {"loss/total": 0.5, "dpo/accuracy": 0.75, "dpo/margin": 0.125, "dpo/pairs": 8.0}
     made = list(synthetic.all_events())
     last = max(at for at, event in enumerate(made) if isinstance(event, events.StepTrained))
@@ -158,7 +158,7 @@ def test_every_attempt_has_one_outcome_and_they_add_up(tmp_path: Path, synthetic
     assert ask(path, "SELECT count(*) = count(DISTINCT rollout_id) FROM outcomes") == [(True,)]
 
 
-def test_what_another_run_trains_decides_nothing_of_a_rollouts_outcome(tmp_path: Path, synthetic: Any) -> None:
+def test_training_of_another_run_does_not_change_a_rollouts_outcome(tmp_path: Path, synthetic: Any) -> None:
     found = list(synthetic.all_events())
     reported = "SELECT * FROM outcomes ORDER BY rollout_id"
     project_all(log_of(found), tmp_path / "alone.duckdb")
@@ -275,7 +275,7 @@ def test_a_crash_in_a_transaction_leaves_rows_and_offsets_as_one(tmp_path: Path,
     assert everything(path) == everything(tmp_path / "whole.duckdb")
 
 
-def test_what_is_no_event_shows_only_in_the_dead_letters(tmp_path: Path) -> None:
+def test_an_undecodable_record_is_only_in_the_dead_letters(tmp_path: Path) -> None:
     log = MemoryLog(num_partitions=2)
 
     async def fill() -> None:
@@ -302,7 +302,7 @@ def test_a_void_term_publishes_nothing(tmp_path: Path, synthetic: Any) -> None:
     assert ask(path, "SELECT term FROM weight_versions") == [(2,)]
 
 
-def test_a_version_that_was_collected_says_when_and_by_whom(tmp_path: Path, synthetic: Any) -> None:
+def test_a_collected_version_has_the_time_and_the_collector(tmp_path: Path, synthetic: Any) -> None:
     first = synthetic.published(None, "rl", 1)
     second = first.model_copy(update={"version": first.version + 1, "weights_sha256": "f" * 64})
     collected = events.WeightsCollected(

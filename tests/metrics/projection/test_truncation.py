@@ -42,7 +42,7 @@ def test_rows_that_were_removed_before_they_were_read_stop_the_projector(tmp_pat
     )
 
 
-def test_what_was_read_may_be_removed(tmp_path: Path, synthetic: Any) -> None:
+def test_records_that_were_read_may_be_truncated(tmp_path: Path, synthetic: Any) -> None:
     path = empty_file(tmp_path)
     log = MemoryLog(num_partitions=2)
     asyncio.run(log.send_all(list(synthetic.all_events())))

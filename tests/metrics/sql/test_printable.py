@@ -25,7 +25,7 @@ OBEYED = [
 
 
 @pytest.mark.parametrize("text", OBEYED)
-def test_what_a_terminal_obeys_is_written_out(text: str) -> None:
+def test_terminal_control_characters_are_escaped(text: str) -> None:
     shown = printable(f"a{text}b\n\tc")
     assert shown.replace("\n\t", "").isprintable()
     assert shown.startswith("a\\")

@@ -216,7 +216,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
         (signal.SIGKILL, "was killed .* this machine is out of memory"),
     ],
 )
-def test_how_a_query_ended_is_told(database: Database, number: int, reported: str) -> None:
+def test_a_crashed_or_killed_query_is_an_error_with_the_cause(database: Database, number: int, reported: str) -> None:
     with running_query(database, LONG) as asked:
         os.kill(asked.pid, number)
         assert asked.wait(WAIT_S)
@@ -234,7 +234,7 @@ def test_half_an_answer_is_none(database: Database) -> None:
             asked.answer()
 
 
-def test_what_queries_of_a_killed_service_spilled_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_spilled_files_of_a_killed_service_are_removed_at_the_next_start(tmp_path: Path) -> None:
     left, of_another = tmp_path / "metrics.duckdb.sql-left", tmp_path / "metrics.duckdb.aside.sql-other"
     for folder in (left, of_another):
         folder.mkdir()

@@ -35,7 +35,7 @@ RESULT = Result(
 )
 
 
-def test_what_a_failure_tells_to_ask_shows_whole_messages(tmp_path: Path) -> None:
+def test_the_query_that_a_failure_suggests_shows_whole_messages(tmp_path: Path) -> None:
     match = re.fullmatch(r'rollstream sql --format (\w+) "(.+)"', OUTCOMES)
     assert match is not None
     database = Database(empty_file(tmp_path))
@@ -55,7 +55,7 @@ def test_a_table_is_aligned_and_counts_its_rows() -> None:
     )
 
 
-def test_a_cut_result_says_so() -> None:
+def test_a_cut_result_has_a_note_below_the_table() -> None:
     assert to_table(Result(("a",), ("BIGINT",), ((1,),), is_cut=True)).endswith("(1 row, more were cut by the limit)\n")
 
 
@@ -75,7 +75,7 @@ def test_json_and_csv_give_the_values_back() -> None:
 OBEYED = "\x1b[2J\x9b1m\u202e\r"
 
 
-def test_what_a_terminal_obeys_is_written_out_and_json_has_it_exactly() -> None:
+def test_terminal_control_characters_are_escaped_and_json_keeps_them() -> None:
     result = Result((f"a{OBEYED}",), ("VARCHAR",), ((f"b{OBEYED}",), ([OBEYED],)))
     for reported in (to_table(result), to_csv(result), to_json(result)):
         assert reported.replace("\n", "").isprintable()

@@ -154,14 +154,14 @@ def test_reading_in_any_form_is_allowed(sql: str, database: Database) -> None:
     assert ask(database, sql).columns
 
 
-def test_a_pivot_is_answered_if_it_lists_its_values_and_says_so_otherwise(database: Database) -> None:
+def test_a_pivot_without_listed_values_is_refused_with_the_remedy(database: Database) -> None:
     pivot = "PIVOT (SELECT 1 AS a) ON a{} USING count(*)"
     assert ask(database, pivot.format(" IN (1, 2)")).columns == ("1", "2")
     with pytest.raises(QueryError, match=r"list them: PIVOT t ON column IN \(\.\.\.\)$"):
         ask(database, pivot.format(""))
 
 
-def test_rows_beyond_the_limit_are_cut_and_it_says_so(database: Database) -> None:
+def test_rows_beyond_the_limit_are_cut_and_flagged(database: Database) -> None:
     result = ask(database, "SELECT * FROM range(100)", limit=3)
     assert (result.rows, result.is_cut) == (((0,), (1,), (2,)), True)
     assert not ask(database, "SELECT * FROM range(3)", limit=3).is_cut
@@ -256,7 +256,7 @@ def test_the_service_answers_with_all_that_is_in_the_log_now(tmp_path: Path, syn
     assert (result.columns, len(result.rows)) == (("epoch", "avg_reward", "trained_groups"), 2)
 
 
-def test_what_comes_before_the_end_is_still_projected(tmp_path: Path, synthetic: Any) -> None:
+def test_events_before_the_stop_are_still_projected(tmp_path: Path, synthetic: Any) -> None:
     with running(tmp_path, []) as send:
         for event in synthetic.all_events():
             send(event)
@@ -279,7 +279,7 @@ def test_a_port_file_that_a_killed_service_left_is_passed_over(tmp_path: Path) -
     assert query(tmp_path, "SELECT 1").rows == ((1,),)
 
 
-def test_a_workspace_without_metrics_says_so(tmp_path: Path) -> None:
+def test_a_query_of_a_workspace_without_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QueryError, match="has no metrics"):
         query(tmp_path, "SELECT 1")
 
@@ -353,13 +353,13 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
     assert not (tmp_path / "two" / "metrics.json").exists()
 
 
-def test_a_workspace_that_is_no_folder_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_workspace_that_is_not_a_folder_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RollstreamError, match="is not writable"):
         asyncio.run(service.run(MemoryLog(), tmp_path / "file"))
 
 
-def test_a_file_that_is_no_database_says_what_to_do(tmp_path: Path) -> None:
+def test_the_error_of_a_file_that_is_not_a_database_names_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "metrics.duckdb").write_bytes(b"no database at all" * 1000)
     with pytest.raises(QueryError, match=r"metrics\.duckdb cannot be (read|opened): .* remove it"):
         query(tmp_path, "SELECT 1")

@@ -77,7 +77,7 @@ def test_of_very_many_attempts_a_closing_keeps_the_outcome_that_decided_each_mem
     assert_has_a_record(closing.closed)
 
 
-def test_a_group_with_more_trajectories_than_a_closing_can_name_fails_and_says_so():
+def test_a_group_with_too_many_trajectories_for_a_closing_fails_with_the_cause():
     agents = {f"agent-{number:05d}-{'x' * 100}": "run/policy" for number in range(2_000)}
     (closing,) = closings_of(started(size=1, agents=agents), *attempt(num_steps=0))
     closed = closing.closed

@@ -41,7 +41,7 @@ def test_the_newest_weights_on_both_seats_are_a_match_and_both_are_trained():
     assert [one.agent for one in closing.closed.members] == ["O", "X"]
 
 
-def test_a_rollout_in_which_a_seat_has_no_score_or_nobody_spoke_is_no_match():
+def test_a_rollout_with_an_unscored_seat_or_without_sampled_steps_yields_no_match():
     league = {"agents": {"X": POLICY}, "opponents": {"O": "scripted:perfect"}, "outcome": "outcome"}
     for records in (game(rewards=(("X", 1.0),)), game(name="move"), game(agents=("O", "O"))):
         (closing,) = closings_of(started(size=1, **league), *records)

@@ -146,7 +146,7 @@ def test_calls_with_and_without_log_probabilities_stand_in_sequences_of_their_ow
     assert [one.logprobs is None for one in (known, unknown, later)] == [False, True, False]
 
 
-def test_no_calls_are_no_sequences():
+def test_no_calls_yield_no_sequences():
     assert join_calls([]) == ()
 
 
@@ -161,7 +161,7 @@ def test_no_calls_are_no_sequences():
         (call(1, [3], [4], spans=(VersionSpan(model_group="g", version=0, length=2),)), "do not cover"),
     ],
 )
-def test_what_does_not_fit_names_the_step(second, problem):
+def test_the_error_of_an_inconsistent_call_names_the_step(second, problem):
     with pytest.raises(DecodeError, match=f"step 1 of agent agent: .*{problem}"):
         join_calls([call(0, [1], [2]), second])
 
@@ -179,7 +179,7 @@ def test_what_does_not_fit_names_the_step(second, problem):
         {"completion_ids": "AgÄAAA=="},
     ],
 )
-def test_arrays_that_are_no_arrays_are_refused(change):
+def test_invalid_arrays_are_refused(change):
     step = call(0, [1], [2])
     assert step.llm is not None
     with pytest.raises(DecodeError, match="step 0"):
@@ -211,7 +211,7 @@ def kept_call(index, prompt, completion, sets):
     return step.model_copy(update={"llm": step.llm.model_copy(update={"kept_ids": kept})})
 
 
-def test_what_tokens_were_sampled_from_stays_with_their_completion():
+def test_kept_ids_stay_with_their_completion():
     step = kept_call(0, [1], [4, 5], [[2, 4, 9], []])
     (sequence,) = join_calls([step])
     assert step.llm is not None

@@ -51,7 +51,7 @@ def test_a_missing_dataset_is_an_error_that_names_run_and_artifact(partition):
         partition.start_epoch()
 
 
-def test_steering_asks_for_what_the_window_says(new_partition):
+def test_the_curriculum_requests_the_easiest_and_the_unknown_examples(new_partition):
     partition = new_partition(num_examples=10)
     curriculum = {"enabled": True, "explore_share": 0.0}
     tasks = partition.start(tasks_per_epoch=10, num_generations=2, num_epochs=3, curriculum=curriculum)
@@ -164,7 +164,7 @@ def test_a_what_if_whose_process_was_killed_is_abandoned_like_any_run(partition,
     assert set(partition.state.runs) == {"busy"}
 
 
-def test_times_that_no_partition_told_abandon_no_run(partition, pick):
+def test_event_times_without_a_steps_partition_abandon_no_run(partition, pick):
     (task,) = partition.start(tasks_per_epoch=1, num_generations=2)
     partition.start_run("run-2", idle_timeout_s=10.0)
     assert pick(RunEnded, partition.close(task, [0.0, 1.0], time_ms=10**9)) == []

@@ -148,13 +148,13 @@ def test_the_metadata_of_a_run_a_partition_too_many_names_the_runs_without_their
 
 
 @pytest.mark.parametrize("text", ["nonsense", '{"v":2,"begin":0}', '{"v":1,"begin":7}', '{"v":1,"begin":-1}', "[]"])
-def test_metadata_that_cannot_be_read_is_told_and_not_used(text, caplog):
+def test_unreadable_commit_metadata_is_a_warning_and_not_used(text, caplog):
     with caplog.at_level(logging.WARNING):
         assert beginning_of(text, 5) is None
     assert len(caplog.records) == 1
 
 
-def test_clocks_that_are_not_written_down_are_told_by_others_closed_groups_again(tmp_path):
+def test_clocks_missing_from_the_metadata_are_restored_from_closed_groups(tmp_path):
     async def go():
         log, store = MemoryLog(num_partitions=1), ArtifactStore(str(tmp_path))
         await log.send_all([*run_events(store, run="idle"), *run_events(store, run="busy")])

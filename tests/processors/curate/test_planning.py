@@ -49,7 +49,7 @@ def test_manifests_are_chained_by_the_digest_of_the_one_before(partition, pick):
     assert [sealed.is_last for sealed in pick(EpochSealed, partition.sent)] == [False, False, True]
 
 
-def test_what_cannot_be_trained_on_is_rejected_with_its_cause(partition, make_member):
+def test_untrainable_trajectories_are_rejected_with_their_cause(partition, make_member):
     tasks = partition.start(tasks_per_epoch=6, num_generations=3)
     assert causes(partition.close(tasks[0], [1.0])) == [("t00000", "not_viable")]
     assert causes(partition.close(tasks[1], [1.0, 1.0])) == [("t00001", "zero_variance")] * 2
@@ -187,7 +187,7 @@ def test_a_submission_is_planned_in_its_order_with_its_rewards_and_the_rest_is_r
 
 
 @pytest.mark.parametrize("is_first_whole", [True, False])
-def test_what_the_parts_of_a_submission_name_counts_once_it_comes(partition, is_first_whole):
+def test_the_parts_of_a_submission_count_once_it_is_complete(partition, is_first_whole):
     submitted_job(partition, curriculum={"enabled": True})
     tasks = partition.start_submitted_epoch(num_tasks=4)
     for task in tasks:
@@ -205,7 +205,7 @@ def test_what_the_parts_of_a_submission_name_counts_once_it_comes(partition, is_
     assert len(outputs) == 8 + 1
 
 
-def test_what_closes_after_its_epoch_was_submitted_is_late(partition, pick):
+def test_a_group_that_closes_after_its_epoch_was_submitted_is_late(partition, pick):
     submitted_job(partition, num_epochs=2)
     tasks = partition.start_submitted_epoch(num_tasks=2)
     partition.close(tasks[0], [0.0, 1.0])
@@ -226,7 +226,7 @@ def test_an_empty_submission_seals_its_epoch_empty(partition, pick):
     assert (sealed.num_batches, sealed.curriculum_percentile, sealed.is_last) == (0, 0.3, True)
 
 
-def test_the_submitter_tells_how_far_its_curriculum_is_and_which_epoch_is_the_last(partition, pick):
+def test_a_seal_has_the_submitters_curriculum_percentile_and_whether_it_is_the_last(partition, pick):
     submitted_job(partition, num_epochs=9, curriculum={"enabled": True})
     for epoch in range(3):
         tasks = partition.start_submitted_epoch(epoch, num_tasks=2, min_version=epoch)

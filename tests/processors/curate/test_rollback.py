@@ -26,7 +26,7 @@ def test_a_rollback_is_the_next_manifest_and_yields_the_next_version(partition, 
     assert batch.previous_sha256 == codec.content_digest(last)
 
 
-def test_what_an_abandoned_version_sampled_is_stale_whatever_the_bound(partition, pick):
+def test_samples_of_an_abandoned_version_are_stale_whatever_the_bound(partition, pick):
     tasks = partition.start(num_epochs=2, **TWO_BATCHES)
     partition.close(tasks[0], [0.0, 1.0], version=0)
     partition.close(tasks[1], [0.0, 1.0], version=0)

@@ -44,7 +44,7 @@ def test_an_example_without_rewards_stays_unknown():
 
 
 @given(ENTRIES, st.randoms(use_true_random=False), st.integers(0, 20))
-def test_neither_order_nor_repeats_change_what_the_window_says(entries, random, since):
+def test_neither_order_nor_repeats_change_the_windows_statistics(entries, random, since):
     shuffled = entries + entries[: len(entries) // 2]
     random.shuffle(shuffled)
     one, other = filled(entries), filled(shuffled)

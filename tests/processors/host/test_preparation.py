@@ -178,7 +178,7 @@ class SlowLog(MemoryLog):
         return await super().send_all(events)
 
 
-def test_a_fold_that_waits_for_acknowledgements_says_so(tmp_path):
+def test_a_fold_that_waits_for_acknowledgements_is_waiting(tmp_path):
     async def go():
         log, store = SlowLog(), ArtifactStore(str(tmp_path))
         for event in run_events(store):

@@ -159,7 +159,7 @@ def test_a_batch_that_was_waiting_when_its_partition_went_leaves_nothing_behind(
     asyncio.run(go())
 
 
-def test_a_send_that_fails_is_told_without_a_further_batch():
+def test_a_failed_send_is_reported_without_a_further_batch():
     class Refusing(MemoryLog):
         async def send_all(self, events):
             raise LogError("refused")

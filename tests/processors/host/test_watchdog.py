@@ -22,7 +22,7 @@ def looks(*positions, end=10, each_s=5.0, timeout_s=10.0):
     return [standstill.observe(n * each_s, {STEPS: at}, {STEPS: end}) for n, at in enumerate(positions)]
 
 
-def test_a_position_that_stands_with_lag_is_told_after_the_time_out():
+def test_a_position_that_does_not_move_despite_lag_is_reported_after_the_timeout():
     assert looks(4, 4, 4) == [None, None, STEPS]
 
 
@@ -109,7 +109,7 @@ def test_the_watch_names_topic_partition_and_place_and_bears_a_broker_that_is_aw
     assert len(list(log.answers)) <= 20 - 6
 
 
-def test_a_pause_of_the_whole_process_is_no_standstill_of_a_partition():
+def test_a_pause_of_the_whole_process_does_not_count_as_a_stall_of_a_partition():
     """A suspended laptop: by the clock every partition has stood still for hours when it wakes up."""
     host = host_of(progress=lambda partition: 3)
     log = _Log([7] * 8)

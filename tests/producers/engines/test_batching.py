@@ -88,7 +88,7 @@ class Failing(FakeRows):
         return found
 
 
-def test_what_fails_in_a_forward_fails_alone_and_jobs_and_later_calls_go_on():
+def test_a_failed_forward_fails_its_own_calls_alone():
     async def scenario():
         batcher = ContinuousBatcher(Failing(), JoinLimits(2), initialize=lambda: None)
         prompts = ([1] * 4, [2], [3], [4], [1] * 5, [6], [7])

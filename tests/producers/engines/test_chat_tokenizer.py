@@ -69,7 +69,7 @@ def test_a_template_is_rendered_as_by_transformers_for_each_set_of_options(plain
     assert with_ids["input_ids"] == plain.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
 
 
-def test_messages_are_told_apart_by_the_order_of_their_keys(plain: Any) -> None:
+def test_messages_are_distinguished_by_the_order_of_their_keys(plain: Any) -> None:
     """A template may write a tool call's arguments in their own order."""
 
     class Rendering:

@@ -114,7 +114,7 @@ def test_a_request_joins_what_is_being_generated(folder, versions):
     assert most >= 6
 
 
-def test_a_prompt_for_which_there_is_no_memory_fails_alone(folder, versions):
+def test_a_prompt_that_exceeds_memory_fails_alone(folder, versions):
     def refuse(_module, _args, kwargs):
         if kwargs["input_ids"].shape[1] == 33:
             raise RuntimeError("CUDA out of memory")

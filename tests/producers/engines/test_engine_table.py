@@ -97,7 +97,7 @@ def test_settings_that_do_not_fit_the_kind_are_named_without_secrets(installed):
     assert "sesame" not in wrong
 
 
-def test_an_unknown_kind_is_told_with_the_known_ones(installed):
+def test_an_unknown_kind_is_refused_with_the_known_ones(installed):
     installed(PARROT, parrot="PARROT")
     assert refused(kind="parot") == (
         "builder.engine.kind: 'parot' is unknown; did you mean parrot? "
@@ -105,7 +105,7 @@ def test_an_unknown_kind_is_told_with_the_known_ones(installed):
     )
 
 
-def test_a_package_that_cannot_be_imported_is_told_with_its_traceback(installed, caplog):
+def test_a_package_that_cannot_be_imported_is_logged_with_its_traceback(installed, caplog):
     source = "def deep():\n    raise KeyError('no GPU')\n\n\ndeep()\n"
     module = installed(source, broken="KIND")
     with caplog.at_level(logging.INFO):
@@ -130,7 +130,7 @@ def test_a_package_that_cannot_be_imported_is_told_with_its_traceback(installed,
         ),
     ],
 )
-def test_what_is_no_engine_is_refused_before_any_call(installed, source, reported):
+def test_an_invalid_engine_is_refused_before_any_call(installed, source, reported):
     installed(source, odd="KIND")
     assert reported in refused(kind="odd")
 

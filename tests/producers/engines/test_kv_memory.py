@@ -158,7 +158,7 @@ def test_a_pool_shrinks_to_its_rows_before_it_grows_beyond_its_bound():
     assert bool((pool._data[:, :, :3, :90] == 7).all())
 
 
-def test_answers_arrive_where_there_is_no_memory_to_keep_them_for_later_prompts(folder, versions, monkeypatch):
+def test_answers_arrive_without_memory_to_keep_them_for_later_prompts(folder, versions, monkeypatch):
     def full(self, slots, width):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -213,7 +213,7 @@ def test_a_model_that_cannot_sample_as_the_run_asks_is_an_error(sampling):
         ask(Particular(), request(), request(**sampling))
 
 
-def test_what_a_server_does_not_take_though_it_was_left_out_is_an_error():
+def test_a_parameter_refused_although_it_was_left_out_is_an_error():
     with pytest.raises(ModelError, match=r"top_p\W+is not supported"):
         ask(Server(unsupported("top_p")))
 
@@ -254,7 +254,7 @@ def test_a_proxy_is_found_as_other_programs_find_it(url, env, proxy):
     assert http_json.proxy_of(url, env) == proxy
 
 
-def test_too_long_a_prompt_is_told_apart():
+def test_too_long_a_prompt_has_its_own_error():
     refused = {"error": {"message": "too many tokens", "code": "context_length_exceeded"}}
     with pytest.raises(PromptTooLongError, match=r"answered 400 .*make the conversation shorter"):
         ask(Server((400, {}, refused)))
@@ -280,7 +280,7 @@ def test_a_server_that_is_down_is_one_error_after_all_tries():
     asyncio.run(main())
 
 
-def test_what_fails_for_the_moment_is_tried_again():
+def test_a_temporary_failure_is_retried():
     server = Server((429, {"Retry-After": "0.002"}, ""), (503, {}, ""), (200, {}, completion("yes")))
     (answer,) = ask(server)
     assert (text_of(answer), len(server.requests)) == ("yes", 3)

@@ -47,7 +47,7 @@ def test_noise_stays_what_it_was():
     ]
 
 
-def test_tokens_come_as_often_as_their_probabilities_say():
+def test_tokens_are_drawn_with_their_probabilities():
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.2, 0.05]])).expand(20_000, 4)
     tokens, logprobs, _ = sample(logits, uniforms(range(20_000), 0, 1)[:, 0], batch(*[{}] * 20_000))
     shares = torch.bincount(tokens, minlength=4) / 20_000
@@ -104,7 +104,7 @@ def test_temperature_zero_takes_the_likeliest_with_certainty():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("how", [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}])
-def test_a_row_of_no_numbers_is_told_by_its_logprob_and_hurts_no_other(how, bad):
+def test_a_row_of_invalid_logits_has_a_nan_logprob_and_affects_no_other(how, bad):
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.9], [0.0, bad, 1.0, 2.9]])
     noise = torch.tensor([0.5, 0.5], dtype=torch.float64)
     tokens, logprobs, _ = sample(logits, noise, batch(how, how))

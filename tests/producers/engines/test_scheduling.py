@@ -23,7 +23,7 @@ HELD = st.sets(st.sampled_from("abc"))
 
 
 @given(waiting=CANDIDATES, num_live=st.integers(0, 25), limits=LIMITS, held=HELD)
-def test_who_joins_is_of_one_group_in_order_and_within_the_limits(waiting, num_live, limits, held):
+def test_joining_requests_are_of_one_group_in_order_and_within_the_limits(waiting, num_live, limits, held):
     chosen = joining(waiting, num_live=num_live, limits=limits, held=held)
     groups = {waiting[index].model_group for index in chosen}
     assert len(groups) <= 1
@@ -71,7 +71,7 @@ SEQUENCES = st.lists(
 
 
 @given(sequences=SEQUENCES, max_bytes=st.integers(0, 4000), asked=SEQUENCES)
-def test_what_is_found_is_a_beginning_of_the_prompt_and_what_is_kept_is_bounded(sequences, max_bytes, asked):
+def test_a_found_prefix_is_one_of_the_prompt_and_the_cache_is_bounded(sequences, max_bytes, asked):
     cache = PrefixCache(max_bytes)
     for number, sequence in enumerate(sequences):
         after = number if number % 2 else None

@@ -298,7 +298,7 @@ def test_an_endpoint_whose_engine_refuses_a_version_ends_with_the_reason(tmp_pat
     asyncio.run(scenario())
 
 
-def test_a_version_that_was_collected_while_it_was_loaded_is_no_error_and_the_newest_is_taken(tmp_path, caplog):
+def test_a_version_collected_while_it_was_loaded_is_skipped_for_the_newest(tmp_path, caplog):
     async def story(rig, start):
         store = SlowStore(rig.artifacts.uri)
         rig.follower = WeightFollower(rig.log, store, rig.engine, engine_id="engine-0", permissions=NOTHING)
@@ -349,7 +349,7 @@ def test_an_engine_keeps_the_local_copy_of_the_remote_version_that_it_serves_onl
     play(tmp_path, story)
 
 
-def test_an_ended_run_is_no_longer_followed_and_makes_room_for_the_next(tmp_path):
+def test_an_ended_run_is_unloaded_for_the_next_one(tmp_path):
     async def story(rig, start):
         await rig.publish(0)
         await start()
@@ -372,7 +372,7 @@ def test_an_ended_run_is_no_longer_followed_and_makes_room_for_the_next(tmp_path
     play(tmp_path, story)
 
 
-def test_a_record_that_is_no_event_is_passed_over(tmp_path, caplog):
+def test_an_undecodable_record_is_skipped(tmp_path, caplog):
     async def story(rig, start):
         await rig.log.send_raw("weights", key=b"run-1/policy", value=b"{")
         await rig.publish(0)
@@ -383,7 +383,7 @@ def test_a_record_that_is_no_event_is_passed_over(tmp_path, caplog):
     assert "passing over weights offset 0" in caplog.text
 
 
-def test_what_retention_removed_before_the_newest_version_is_not_missed(tmp_path):
+def test_older_versions_removed_by_retention_are_not_needed(tmp_path):
     async def main():
         rig = Rig(tmp_path)
         await rig.publish(0)

@@ -196,7 +196,7 @@ def test_two_attempts_with_one_seed_play_alike(play):
         (proof_task("nip", bits="01x"), "bits is '01x'"),
     ],
 )
-def test_what_cannot_be_played_is_told(play, task, words):
+def test_an_unplayable_proof_fails_with_the_reason(play, task, words):
     failed = play(task, answers("Y"))
     assert isinstance(failed.last, RolloutFailed)
     assert re.search(words, failed.last.message), failed.last.message
@@ -226,7 +226,7 @@ ANSWERS = st.sampled_from(["Y", "N", "?", "0", "3", " 2 ", ""]) | st.text(max_si
     st.integers(0, 9),
     st.lists(ANSWERS, min_size=40),
 )
-def test_whatever_is_said_an_episode_ends_within_its_rounds_and_looks(name, bits, seed, answers):
+def test_an_episode_ends_within_its_rounds_and_looks_whatever_the_answers(name, bits, seed, answers):
     protocol = table.protocol(name)
     proof = Proof(bits, Episode(protocol, protocol.draw(random.Random(seed)), "1" in bits), looks=2)
     texts = iter(answers)

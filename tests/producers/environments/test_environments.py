@@ -96,7 +96,7 @@ def test_a_sum_is_right_or_wrong(play):
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
-def test_the_demonstrator_is_right_as_often_as_said(play, accuracy):
+def test_the_demonstrator_has_the_configured_accuracy(play, accuracy):
     config = {"demonstrator_accuracy": accuracy}
     seeds = range(120)
     earned = [
@@ -231,7 +231,7 @@ def test_a_board_that_is_none_is_named(play):
     assert "board is 'XX'" in play(task_of("tic_tac_toe", inputs={"board": "XX"})).last.message
 
 
-def test_a_heeding_demonstrator_stays_between_the_bounds_that_it_was_told() -> None:
+def test_a_heeding_demonstrator_stays_between_the_bounds_of_its_hints() -> None:
     messages = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "3"},

@@ -83,7 +83,7 @@ def test_a_secret_that_a_program_prints_enters_no_record(tmp_path, monkeypatch):
     assert not re.search("3cr3t|value", last.message)
 
 
-def test_a_program_that_a_signal_ends_or_that_cannot_be_found_says_so(tmp_path):
+def test_a_program_that_was_killed_or_not_found_fails_with_the_reason(tmp_path):
     killed = ends(tmp_path, "import os\nos.kill(os.getpid(), 9)").last
     assert isinstance(killed, RolloutFailed)
     assert "signal SIGKILL" in killed.message
@@ -181,7 +181,7 @@ time.sleep(float(sys.argv[2]))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 @pytest.mark.parametrize("stays_s", [0, 1000])
-def test_what_a_program_detached_by_setsid_ends_with_its_rollout_or_its_time(tmp_path, stays_s):
+def test_processes_detached_by_setsid_end_with_their_rollout_or_its_timeout(tmp_path, stays_s):
     pids = tmp_path / "pids"
     command = f"{python(tmp_path, DETACHES)} {shlex.quote(str(pids))} {stays_s}"
     limit_s = 6.0 if stays_s else 60.0
@@ -224,7 +224,7 @@ def test_a_command_must_be_allowed_word_for_word():
         environment(name, NOTHING)
 
 
-def test_a_line_that_is_no_command_is_refused():
+def test_an_invalid_command_line_is_refused():
     for line, why in (("command:", "names no program"), ("command:echo 'a", "quote its arguments")):
         with pytest.raises(ConfigError, match=why):
             environment(line, Permissions(frozenset({line})))

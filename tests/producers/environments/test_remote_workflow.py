@@ -129,7 +129,7 @@ def test_target_functions_may_name_functions_that_the_stream_shows(play, target,
     assert sum(step.llm is not None for step in played.steps) == num
 
 
-def test_the_older_path_is_asked_where_there_is_no_newer_one_and_pieces_of_the_answer_are_joined(play):
+def test_the_older_path_is_the_fallback_and_pieces_of_its_answer_are_joined(play):
     lines = lines_of(nat.langchain("a", ASKED[0], "2", parent="root"), '{"sum": ', '["2"]}')
     played, _ = ask(play, streaming(lines, cut=11), path="/generate/full", result_json_path="$.sum[0]")
     played.assert_complete()
@@ -222,7 +222,7 @@ def test_nobody_listening_is_a_failed_attempt(play):
     assert "endpoint http://127.0.0.1:9: ClientConnectorError" in play(task).last.message
 
 
-def test_an_example_without_a_question_and_a_wrong_configuration_say_so(play):
+def test_an_example_without_a_question_or_an_invalid_configuration_fails_with_the_reason(play):
     task = task_of("remote_workflow", inputs={"query": "?"}, environment_config={"endpoint": "http://127.0.0.1:9"})
     assert "the example has no key 'question'; its inputs are: query" in play(task).last.message
     for config, message in (

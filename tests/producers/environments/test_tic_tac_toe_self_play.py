@@ -56,7 +56,7 @@ def test_every_move_is_valued_for_its_own_seat(play):
     assert [one.step_index for one in played.rewards] == [0, 1, None, None]
 
 
-def test_a_given_board_says_whose_turn_it_is(play):
+def test_the_turn_follows_from_a_given_board(play):
     played = play(game(inputs={"board": "XX2O45678"}), answers("2", "4", "5"))
     assert moves(played)[0][0] == "O"
     failed = play(game(inputs={"board": "XXX345678"}), answers("3"))
@@ -112,5 +112,5 @@ def test_an_agent_without_turns_left_draws(play):
         (game(opening_moves=5), "opening_moves is 5; it must be in 0..4"),
     ],
 )
-def test_what_cannot_be_played_is_told(play, task, words):
+def test_an_unplayable_game_fails_with_the_reason(play, task, words):
     assert words in play(task, answers("0")).last.message

@@ -235,12 +235,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("block", "reported"), WRONG)
-def test_what_is_wrong_in_a_block_is_named_by_its_path(block, reported):
+def test_an_error_in_a_block_is_named_by_its_path(block, reported):
     with pytest.raises(ConfigError, match=reported):
         check_own(block, {})
 
 
-def test_values_from_the_environment_are_expanded_and_told_as_written():
+def test_variables_are_expanded_and_shown_as_written():
     block = check_own({"_type": "numeric_match", "tolerance": "${TOLERANCE:-0.5}"}, {})
     assert isinstance(block, NumericMatch)
     assert block.tolerance == 0.5
@@ -249,7 +249,7 @@ def test_values_from_the_environment_are_expanded_and_told_as_written():
     assert "sk-secret" not in str(reported.value)
 
 
-def test_a_judge_and_functions_that_do_not_say_so_are_not_pure():
+def test_judges_and_functions_are_not_pure_unless_declared():
     assert {kind for kind in MODELS if kind not in ("python", "llm_judge")} == {
         "exact_match", "numeric_match", "regex", "json_schema",
     }  # fmt: skip
@@ -263,7 +263,7 @@ def test_a_judge_and_functions_that_do_not_say_so_are_not_pure():
 # ---- what is looked at ----
 
 
-def test_what_a_workflow_returned_counts_before_what_was_said_last():
+def test_the_result_of_a_workflow_counts_before_the_last_message():
     steps = (step(0, "LLM_END", "thinking"), step(1, "WORKFLOW_END", {"city": "Paris"}))
     assert json.loads(final_answer("e", rollout("thinking", steps))) == {"city": "Paris"}
     assert final_answer("e", rollout("thinking", steps), "agent") == "thinking"

@@ -109,7 +109,7 @@ def test_no_trajectory_is_made_of_a_judge(play):
     assert len(trajectory.sequences) == 1
 
 
-def test_text_of_a_response_is_no_template_and_braces_are_text(play):
+def test_braces_in_a_response_or_prompt_are_not_expanded(play):
     played, server = judged(play, "3", response="{answer} {x}", prompt='Give {"score": n} for {response}')
     played.assert_complete()
     assert server.requests[0][1]["messages"][0]["content"] == 'Give {"score": n} for {answer} {x}'

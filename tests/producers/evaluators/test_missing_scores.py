@@ -75,9 +75,7 @@ def has_no_verdict(rollout):
 
 @pytest.mark.parametrize("missing_score", ["error", "reject"])
 @pytest.mark.parametrize("name", ["test_raises_at_depth", "test_has_no_verdict"])
-def test_what_a_reward_raises_is_logged_with_its_traceback_and_recorded_with_its_line(
-    play, caplog, name, missing_score
-):
+def test_an_exception_in_a_reward_is_logged_with_traceback_and_recorded_with_line(play, caplog, name, missing_score):
     last = attempt(play, rewards=(name,), missing_score=missing_score).last
     raised = (has_no_verdict, 5, "NoScoreError", "no verdict")
     if name == "test_raises_at_depth":

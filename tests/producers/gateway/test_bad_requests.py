@@ -66,7 +66,7 @@ def with_(url: str, **changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"\xff", b"[]", b"null", b'{"model": NaN}', b'{"model": "\\ud800"}', b"[" * 5000], ids=repr
 )
-def test_a_body_that_is_no_json_object_is_a_400(tmp_path, url, body):
+def test_a_body_that_is_not_a_json_object_is_a_400(tmp_path, url, body):
     error, _ = refused(tmp_path, url, body, 400)
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith("the body")
@@ -166,7 +166,7 @@ def test_a_body_over_the_limit_is_a_413(tmp_path, url):
     assert error["type"] == ("request_too_large" if url in ANTHROPICS else "invalid_request_error")
 
 
-def test_the_length_of_a_prompt_that_is_too_long_is_told(tmp_path):
+def test_tokens_of_too_long_a_prompt_can_be_counted(tmp_path):
     async def agent(one: Any) -> None:
         counted = await one.post(COUNT, with_(COUNT, messages=[{"role": "user", "content": LONG}]))
         assert counted["input_tokens"] > len(LONG)
@@ -187,7 +187,7 @@ def broken(prompt: str, rng: Any, version: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETE, RESPOND, MESSAGES])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_an_engine_raises_is_a_500_in_the_apis_shape_and_stands_in_the_log_alone(tmp_path, url, stream, caplog):
+def test_an_exception_in_an_engine_is_a_500_in_the_apis_shape_and_shown_only_in_the_log(tmp_path, url, stream, caplog):
     async def agent(one: Any) -> None:
         body = await one.post(url, with_(url, stream=stream), status=500)
         error = body["error"]

@@ -131,7 +131,7 @@ def test_a_rollout_that_is_cancelled_before_it_can_be_claimed_is_not_open_any_mo
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_a_claim_at_the_moment_of_the_rollouts_timeout_is_told_so_and_the_next_one_gets_the_next_rollout(tmp_path):
+def test_a_claim_at_a_rollouts_timeout_is_refused_and_the_next_gets_the_next_rollout(tmp_path):
     async def scenario() -> None:
         async with gateway_of(tmp_path) as (gateway, engine):
             late = opened(gateway, engine, 0, rollout_timeout_s=2.0, before_claim=asyncio.Event().wait)

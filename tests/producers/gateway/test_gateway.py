@@ -45,7 +45,7 @@ def test_calls_become_steps_with_the_tokens_and_logprobs_that_the_agent_is_given
     assert [(one.name, one.value) for one in played.rewards] == [("reward", 1.0)]
 
 
-def test_a_claim_tells_the_task_and_every_way_to_name_a_rollout_leads_to_it(tmp_path):
+def test_a_claim_returns_the_task_and_each_way_to_name_a_rollout_works(tmp_path):
     async def agent(one):
         assert one.rollout["inputs"] == {"question": "3+4=?"}
         assert one.rollout["agents"] == ["agent"]
@@ -156,7 +156,7 @@ def test_a_repeated_call_gets_the_recorded_answer_and_equal_calls_without_a_mark
     assert len(calls_of(played)) == 3
 
 
-def test_a_reward_counts_once_and_what_is_no_number_or_comes_too_late_is_refused(tmp_path):
+def test_a_reward_counts_once_and_an_invalid_or_late_one_is_refused(tmp_path):
     async def agent(one):
         await one.chat("a")
         await one.reward(1.0)
@@ -180,7 +180,7 @@ def test_a_reward_counts_once_and_what_is_no_number_or_comes_too_late_is_refused
     assert [(one.name, one.value) for one in played.rewards] == [("reward", 1.0), ("process", 0.25)]
 
 
-def test_what_cannot_be_answered_is_an_error_in_openais_shape_and_the_rollout_goes_on(tmp_path):
+def test_an_invalid_request_is_an_error_in_openais_shape_and_the_rollout_goes_on(tmp_path):
     async def agent(one):
         async def code(url, body, status, **options):
             return (await one.post(url, body, status=status, **options))["error"]["code"]
@@ -294,7 +294,7 @@ def test_neither_logs_nor_events_hold_the_secrets_in_what_an_agent_reports_as_it
     assert [secret for secret in found if secret in whole] == []
 
 
-def test_more_calls_at_once_than_allowed_are_told_to_come_again(tmp_path):
+def test_calls_above_the_concurrency_limit_are_asked_to_retry(tmp_path):
     async def agent(one):
         body = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
 
@@ -319,7 +319,7 @@ def test_more_calls_at_once_than_allowed_are_told_to_come_again(tmp_path):
     played.assert_complete()
 
 
-def test_who_wants_a_rollout_while_the_learner_is_behind_is_told_when_to_come_again(tmp_path):
+def test_a_claim_while_the_learner_is_behind_gets_a_429_with_retry_after(tmp_path):
     async def agent(one):
         headers = {"Authorization": f"Bearer {one.token}"}
         async with one.http.post(f"{one.url}/rollouts", json={"wait_s": 0.01}, headers=headers) as response:

@@ -92,7 +92,7 @@ def test_an_agents_exception_is_sent_without_its_key_and_the_secrets_of_its_proc
     assert "${OPENAI_API_KEY} and ${AGENTS_DB_PASSWORD}" in last.message
 
 
-def test_claiming_and_asking_again_under_a_key_gives_the_same_and_none_is_no_rollout_in_time(tmp_path: Path) -> None:
+def test_retries_under_a_key_return_the_same_and_a_claim_without_a_rollout_returns_none(tmp_path: Path) -> None:
     async def program(workspace: Path) -> None:
         async with GatewayClient.of_workspace(workspace) as gateway:
             first = await gateway.claim(wait_s=10, idempotency_key="mine")
@@ -113,7 +113,7 @@ def test_claiming_and_asking_again_under_a_key_gives_the_same_and_none_is_no_rol
     assert len(calls_of(played)) == 2
 
 
-def test_what_is_refused_is_an_error_with_its_code_and_the_rollout_goes_on(tmp_path: Path) -> None:
+def test_a_refused_request_raises_its_code_and_the_rollout_goes_on(tmp_path: Path) -> None:
     async def play(rollout: RemoteRollout) -> None:
         messages = [{"role": "user", "content": "a"}]
         with pytest.raises(GatewayError, match="'no-such' is not served here") as unknown:
@@ -187,7 +187,7 @@ def test_an_exception_in_the_block_fails_the_rollout_and_goes_on(tmp_path: Path)
     assert "no such table: apples" in last.message
 
 
-def test_a_gateway_that_is_not_there_is_an_error_that_says_where_it_was_sought(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_gateway_names_its_address_or_file(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -203,7 +203,7 @@ def test_a_gateway_that_is_not_there_is_an_error_that_says_where_it_was_sought(t
         asyncio.run(claimed(GatewayClient.of_workspace(tmp_path, retries=SOON)))
 
 
-def test_what_is_not_answered_is_sent_again_under_the_same_key_and_at_a_new_address(tmp_path: Path) -> None:
+def test_an_unanswered_request_is_retried_under_the_same_key_at_a_new_address(tmp_path: Path) -> None:
     seen: list[tuple[int, str]] = []
     task = {"rollout_id": "r", "inputs": {}, "agents": ["a"], "max_turns": 1, "purpose": "train", "seed": 1}
     refusals = [(429, {"error": {"message": "busy", "code": None}}), (500, "broken")]
@@ -300,7 +300,7 @@ def test_an_answer_may_have_many_megabytes_and_one_that_is_too_large_is_an_error
     asyncio.run(scenario())
 
 
-def test_there_is_no_rollout_as_long_as_the_learner_is_behind(tmp_path: Path) -> None:
+def test_no_rollout_is_offered_while_the_learner_is_behind(tmp_path: Path) -> None:
     async def program(workspace: Path) -> None:
         async with GatewayClient.of_workspace(workspace, retries=SOON) as gateway:
             claimed = await gateway.claim(wait_s=10)
@@ -326,7 +326,7 @@ def test_an_error_that_names_a_file_which_is_not_unicode_fails_the_rollout(tmp_p
     assert r"no table in caf\udce9" in last.message
 
 
-def test_a_program_finds_its_rollout_in_its_variables_and_is_told_where_there_is_none() -> None:
+def test_a_program_finds_its_rollout_in_its_variables_and_their_lack_is_an_error() -> None:
     task = {"rollout_id": "r", "inputs": {"x": 1}, "agents": ["a"], "max_turns": 3, "purpose": "train", "seed": 1}
     own = {"ROLLSTREAM_ROLLOUT_URL": "http://127.0.0.1:1/rollouts/r", "OPENAI_API_KEY": "k"}
     found = RemoteRollout.of_program({**own, "ROLLSTREAM_TASK": json.dumps(task)})

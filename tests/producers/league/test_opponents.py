@@ -69,7 +69,7 @@ def test_no_more_opponents_are_in_memory_than_allowed(tmp_path):
     asyncio.run(main())
 
 
-def test_who_needs_two_opponents_at_once_gets_both_beyond_a_bound_of_one(tmp_path):
+def test_two_opponents_needed_at_once_are_both_loaded_beyond_a_bound_of_one(tmp_path):
     async def main():
         league = League(tmp_path)
         await league.publish(*range(3))
@@ -249,7 +249,7 @@ def test_a_task_whose_opponent_was_collected_fails_with_the_reason(tmp_path):
     asyncio.run(main())
 
 
-def test_versions_of_a_learner_that_was_replaced_are_no_opponents(tmp_path):
+def test_versions_of_a_replaced_learner_are_refused_as_opponents(tmp_path):
     async def main():
         league = League(tmp_path)
         for term in (1, 2):

@@ -54,7 +54,7 @@ def test_a_message_has_its_text_usage_and_exact_ids(tmp_path):
     asyncio.run(scenario())
 
 
-def test_limits_and_stop_sequences_are_told_apart(tmp_path):
+def test_token_limits_and_stop_sequences_have_different_stop_reasons(tmp_path):
     async def scenario():
         async with serving(tmp_path, says("12;rest")) as lab:
             stopped = await post(lab, "/messages", ASK | {"stop_sequences": ["#", ";"]})
@@ -166,7 +166,7 @@ def test_either_clients_key_is_taken_and_errors_have_the_routes_shape(tmp_path):
         ({"stop_sequences": [""]}, "stop: a stop sequence must not be empty"),
     ],
 )
-def test_what_a_message_cannot_have_is_refused_by_name(change, message):
+def test_unsupported_fields_of_a_message_are_refused_by_name(change, message):
     with pytest.raises(Refusal, match=message) as refused:
         parse_messages(ASK | change).chat()
     assert refused.value.status == 400

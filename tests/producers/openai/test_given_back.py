@@ -157,7 +157,7 @@ def test_a_custom_tool_call_is_the_models_own_whatever_arguments_it_wrote(tmp_pa
     assert_continued(first, second)
 
 
-def test_a_text_that_a_client_writes_itself_is_no_answer_with_reasoning(tmp_path):
+def test_a_clients_own_text_does_not_count_as_an_answer_with_reasoning(tmp_path):
     async def agent(one: Any) -> None:
         example = {"role": "assistant", "content": "OK"}
         await one.chat("first task", tools=[TOOL])

@@ -107,7 +107,7 @@ def bearing(key):
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_a_key_sends_so_many_requests_a_minute_and_is_told_when_to_come_again():
+def test_requests_of_a_key_are_limited_per_minute_with_the_time_to_retry():
     now = [0.0]
     limits = KeyLimits(6, None, lambda: now[0])
 

@@ -324,7 +324,7 @@ def test_errors_have_openais_shape(tmp_path):
         ({"best_of": 3}, "best_of: unknown parameter"),
     ],
 )
-def test_what_would_be_ignored_is_refused_by_name(change, message):
+def test_unsupported_fields_of_a_request_are_refused_by_name(change, message):
     with pytest.raises(Refusal, match=message) as refused:
         parse_request(json.dumps({"model": "policy", "messages": ASK, **change}).encode()).check_enforced()
     assert (refused.value.status, refused.value.param) == (400, next(iter(change)))
@@ -373,7 +373,7 @@ def test_a_port_in_use_is_one_clear_error(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_real_model_says_the_log_probabilities_that_a_full_forward_finds(tmp_path):
+def test_log_probabilities_of_a_real_model_match_a_full_forward(tmp_path):
     model_folder = make_tiny_model(tmp_path / "model", seed=0)
     engine = TransformersEngine(TransformersSettings(threads=1))
 

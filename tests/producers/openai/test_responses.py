@@ -168,7 +168,7 @@ def test_the_runs_sampling_is_enforced_and_an_answer_that_is_cut_is_incomplete(t
         ({"no_such_option": 1}, "no_such_option"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_its_name(changed, param):
+def test_unsupported_fields_of_responses_are_refused_by_name(changed, param):
     with pytest.raises(Refusal) as refused:
         responses.parse({"model": "policy", "input": "a"} | changed).chat().check_enforced()
     assert (refused.value.status, refused.value.param) == (400, param)

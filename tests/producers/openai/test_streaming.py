@@ -314,7 +314,7 @@ def test_a_client_that_is_gone_when_a_piece_is_sent_leaves_its_step_and_no_error
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_what_is_refused_before_the_first_piece_is_refused_with_its_status(tmp_path: Path) -> None:
+def test_a_request_refused_before_the_first_chunk_has_an_error_status(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, answers("a")) as lab, lab.client() as client:
             with pytest.raises(openai.NotFoundError):

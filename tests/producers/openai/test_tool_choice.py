@@ -47,7 +47,7 @@ def test_a_tool_choice_that_no_tool_of_the_request_fits_is_refused_by_name(choic
     assert (refused.value.status, refused.value.param) == (400, "tool_choice")
 
 
-def test_tools_that_no_prompt_offers_are_told_by_type_and_name_wherever_their_api_has_the_name():
+def test_tools_left_out_of_the_prompt_are_named_by_type_and_name():
     chats = {"type": "custom", "custom": {"name": "patch"}}
     assert left_out([ADD, SEARCH, chats, {"type": "bash_20250124", "name": "bash"}]) == [
         "web_search",

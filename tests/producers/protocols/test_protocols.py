@@ -158,7 +158,7 @@ def test_the_provers_of_mnip_never_hear_each_other():
     assert {agent for agent, _ in heard(later, V)} == {V, P0, P1}
 
 
-def test_what_a_tool_answers_is_seen_by_its_caller_alone():
+def test_the_answer_of_a_tool_is_seen_by_its_caller_alone():
     episode = episode_of("nip").consult("2", "1").speak("?")
     assert heard(episode, P) == [(V, "?")]
     assert heard(episode, V) == [(V, "1"), (V, "?")]
@@ -304,7 +304,7 @@ def test_a_malformed_message_of_a_prover_ends_the_episode_if_it_has_a_price():
         ("python:rollstream.producers.protocols.base.InteractionProtocol", "does not define cycle"),
     ],
 )
-def test_what_is_no_protocol_is_named(written, words):
+def test_an_invalid_protocol_is_refused_with_the_reason(written, words):
     with pytest.raises(ConfigError, match=words):
         table.protocol(written)
 

@@ -149,7 +149,7 @@ def test_a_call_that_the_model_did_not_make_is_rendered_exactly_also_after_a_kil
     ],
     ids=lambda text: text[:30],
 )
-def test_what_is_not_json_or_too_large_is_refused(text):
+def test_invalid_or_too_large_arguments_are_refused(text):
     with pytest.raises(ValueError, match=r"infinity|unexpected|surrogates|delimiter|limit|too deeply"):
         call_arguments.loads(text)
 

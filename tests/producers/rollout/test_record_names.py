@@ -357,7 +357,7 @@ def test_a_task_whose_weights_the_engine_cannot_load_fails_with_the_reason(tmp_p
     assert (failed.cause, failed.message, failed.is_final) == ("engine_error", "weights do not fit", True)
 
 
-def test_what_trusted_settings_name_is_what_their_producers_allow():
+def test_names_of_trusted_settings_are_those_that_their_producers_allow():
     evaluators: dict[str, dict[str, Any]] = {
         "p": {"_type": "python", "function": "mine.score"},
         "j": JUDGE | {"base_url": "http://${HOST}/v1", "api_key": "${KEY}"},

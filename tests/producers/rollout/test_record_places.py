@@ -59,7 +59,7 @@ def test_a_variable_that_is_allowed_by_its_name_may_be_used_anywhere():
     assert refusal(OWN.model_copy(update={"evaluators": pattern, "rewards": ("match",)}), everywhere) is None
 
 
-def test_what_the_own_configuration_expands_to_is_as_before():
+def test_the_own_configuration_is_expanded():
     permissions = Permissions.of(named_by(OWN), ENV)
     path = environment_path("remote_workflow")
     assert permissions.expand(OWN.environment_config, "c", path) == {

@@ -85,7 +85,7 @@ def test_calls_are_joined_where_one_goes_on_from_another_and_every_prompt_is_wha
     assert played.steps[2].llm.prefix.step_index == 0
 
 
-def test_recorded_versions_stay_and_missing_ones_are_assumed_and_said_so(play):
+def test_recorded_versions_stay_and_missing_ones_are_assumed_and_flagged(play):
     spans = (VersionSpan(model_group=GROUP, version=3, length=1), VersionSpan(model_group=GROUP, version=4, length=1))
     foreign = (VersionSpan(model_group="elsewhere/policy", version=90, length=1),)
     rollout = RecordedRollout(steps=(exact([5], [6, 1], spans=spans), exact([5], [6]), exact([7], [1], spans=foreign)))
@@ -100,7 +100,7 @@ def test_recorded_versions_stay_and_missing_ones_are_assumed_and_said_so(play):
     assert assumed.steps[1].llm.spans[0].version == 2
 
 
-def test_text_alone_is_no_token_ids_unless_it_may_be_retokenised(play):
+def test_text_alone_is_not_trained_on_unless_it_may_be_retokenised(play):
     rollout = RecordedRollout(steps=(chat_step("1+1=", answer="2"),), rewards=(RecordedReward(value=1.0),))
     plain = play(task_of(rollout))
     plain.assert_complete()
@@ -179,7 +179,7 @@ def test_list_content_of_texts_is_retokenised_as_its_text_and_a_picture_is_not(p
     assert image.metadata == {"rollstream": {"untrained": "not_text"}}
 
 
-def test_rewards_come_with_the_record_and_reward_functions_see_what_the_example_says(play):
+def test_recorded_rewards_are_kept_and_reward_functions_see_the_examples_fields(play):
     rewards = (
         RecordedReward(value=0.5),
         RecordedReward(value=1.0, name="grade"),

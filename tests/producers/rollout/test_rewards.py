@@ -67,7 +67,7 @@ def test_a_mapping_is_a_reward_an_agent():
         (10**400, "too large"),
     ],
 )
-def test_what_is_no_finite_number_is_refused_by_name(value, words):
+def test_a_reward_that_is_not_a_finite_number_is_refused_by_name(value, words):
     with pytest.raises(rewards.RewardError, match=f"reward .*judge .*{words}"):
         evaluate(lambda rollout: value)
 

@@ -147,7 +147,7 @@ async def looks_up_in_vain(session):
     looks_up({})
 
 
-def test_what_users_code_raises_is_logged_with_its_traceback_and_told_with_its_line(play, caplog):
+def test_an_exception_in_user_code_is_logged_with_traceback_and_recorded_with_line(play, caplog):
     failed = play(task_of("test_looks_up")).last
     line = at_depth.__code__.co_firstlineno + 1
     expected = f"environment test_looks_up: KeyError (test_rollout.py line {line}, in at_depth): 'no such key'"
@@ -206,7 +206,7 @@ def test_messages_of_another_form_are_refused_with_the_right_one(play, name, sen
     assert failed.message.endswith(f", in {name})")
 
 
-def test_an_engine_error_is_no_fault_of_the_environment_even_if_it_forgives(play):
+def test_an_engine_error_fails_the_attempt_even_if_the_environment_catches_it(play):
     def refuses(prompt, rng, version):
         raise ModelError("out of memory")
 
@@ -218,7 +218,7 @@ def test_an_engine_without_weights_is_an_engine_error(play):
     assert play(task_of(), engine=ScriptedEngine()).last.cause == "engine_error"
 
 
-def test_a_log_probability_that_is_no_number_is_an_engine_error(play):
+def test_a_nan_log_probability_is_an_engine_error(play):
     assert play(task_of(), lambda *_: ("5", math.nan)).last.cause == "engine_error"
 
 
@@ -230,14 +230,14 @@ def test_a_call_left_open_fails_the_attempt(play, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["test_talks_on", "test_talks_in_a_task_group"])
-def test_turns_are_limited_and_that_is_no_failure(play, name):
+def test_an_attempt_at_its_limit_of_turns_is_complete(play, name):
     played = play(task_of(name, max_turns=3))
     assert len(played.steps) == 3
     assert played.last.stop_reason == "max_turns"
     played.assert_complete()
 
 
-def test_what_emit_raises_flies_through_without_a_terminal_event(tmp_path):
+def test_an_exception_in_emit_propagates_without_a_terminal_event(tmp_path):
     sent = []
 
     async def emit(event):

@@ -166,7 +166,7 @@ def test_a_step_has_the_fields_that_nat_readers_expect(play):
     assert llm.event_timestamp >= llm.span_event_timestamp
 
 
-def test_what_is_changed_after_a_call_was_recorded_as_it_was(play):
+def test_later_changes_of_messages_and_data_are_not_in_the_record(play):
     @register_environment("test_mutates")
     async def mutates(session):
         messages, board = [user("1")], {"cells": [1]}

@@ -99,7 +99,7 @@ def test_list_content_is_trained_on_by_its_tokens_and_kept_in_the_record():
     assert content[1]["type"] == "image_url"
 
 
-def test_calls_that_ran_at_once_are_told_apart_by_their_uuids():
+def test_concurrent_calls_are_distinguished_by_their_uuids():
     asked = [(nat.messages("x"), "1"), (nat.messages("y"), "2"), (nat.messages("x", "1", "z"), "3")]
     (a0, a1), (b0, b1), (c0, c1) = (nat.langchain(str(n), *one) for n, one in enumerate(asked))
     for order in ([a0, b0, b1, a1, c0, c1], [b0, a0, a1, c0, b1, c1], [a0, b0, a1, c0, c1, b1]):
@@ -199,7 +199,7 @@ def test_calls_without_ids_are_dropped_with_the_reason_or_retokenised_with_the_l
     assert sequence.logprobs is not None
 
 
-def test_an_end_alone_tells_no_prompt_and_a_start_alone_is_only_kept():
+def test_an_end_without_its_start_has_no_prompt_and_a_start_alone_is_only_kept():
     start, end = nat.langchain("a", nat.messages("1"), "x", ids=False)
     [alone] = recorded_steps(nat.read([end]), ALL)
     assert (alone.chat, alone.tokens) == (None, None)
@@ -266,7 +266,7 @@ def test_scored_candidates_are_samples_in_place_of_calls_if_their_steps_are_name
     assert len(samples(sequences_of(steps))) == 2
 
 
-def test_the_ancestry_of_a_remote_step_is_told_by_the_spans_around_it():
+def test_the_ancestry_of_a_remote_step_follows_from_its_spans():
     spans = {
         "w": RemoteSpan("root"),
         "f": RemoteSpan("w", "outer"),
@@ -298,7 +298,7 @@ def test_a_line_that_comes_twice_is_one_step_and_trained_once():
         ({"n": [2**70, 1.5, None, True], "deep": "\udc00"}, {"n": [str(2**70), 1.5, None, True], "deep": "?"}),
     ],
 )
-def test_what_json_cannot_say_is_text_in_the_record(output: Any, kept: Any) -> None:
+def test_values_that_json_cannot_express_are_text_in_the_record(output: Any, kept: Any) -> None:
     steps = nat.read(nat.workflow(nat.openai("a", nat.messages("q"), "b"), nat.tool("t", "2")))
     for step in steps:
         if step.payload.event_type == "TOOL_END" and step.payload.data is not None:

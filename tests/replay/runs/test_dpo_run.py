@@ -79,7 +79,7 @@ def test_every_version_is_trained_on_the_pairs_of_single_rollouts(recorded):
     assert len({step.weights_sha256 for step in steps}) == 2
 
 
-def test_scores_of_candidates_are_no_part_of_the_reward(recorded):
+def test_scores_of_candidates_are_not_part_of_the_reward(recorded):
     run, _ = recorded
     rewards = asyncio.run(run.events("steps", RewardRecorded))
     trajectories = asyncio.run(run.events("trajectories", TrajectoryAssembled))
@@ -106,7 +106,7 @@ def tokens_of(rollout: RecordedRollout) -> RecordedTokens:
     return found
 
 
-def test_the_builder_gives_a_trajectory_a_pair_with_the_tokens_that_were_said(recorded):
+def test_the_builder_makes_a_trajectory_per_pair_with_the_sampled_tokens(recorded):
     run, events = recorded
     groups = [group for group, _ in of_type(events.by_topic["groups"], GroupClosed)]
     builder = DpoTrajectoryBuilder(DpoBuilderConfig(max_pairs_per_turn=2))
@@ -133,7 +133,7 @@ def test_the_builder_gives_a_trajectory_a_pair_with_the_tokens_that_were_said(re
 @pytest.mark.parametrize(
     ("builder", "drops"), [({}, False), ({"drop_zero_variance": True}, True), ({"drop_zero_variance": False}, False)]
 )
-def test_flat_groups_are_dropped_only_if_the_file_says_so(tmp_path, builder, drops):
+def test_flat_groups_are_dropped_only_if_configured(tmp_path, builder, drops):
     written = written_for(tmp_path)
     written["trajectory_builders"]["rollouts"] |= builder
     (job,) = jobs_of(config_file.resolve(written).config, "r")

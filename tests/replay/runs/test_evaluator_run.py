@@ -98,7 +98,7 @@ def reported(recorded):
 
 
 @pytest.mark.slow
-def test_two_steps_are_trained_on_what_the_evaluator_says(recorded, reported):
+def test_two_steps_are_trained_on_the_evaluators_scores(recorded, reported):
     assert len(reported[StepTrained]) == 2
     assert len({step.weights_sha256 for step in reported[StepTrained]}) == 2
     rewards = {}
@@ -112,7 +112,7 @@ def test_two_steps_are_trained_on_what_the_evaluator_says(recorded, reported):
     assert {trajectory.rewards["sum"] for trajectory in reported[TrajectoryAssembled]} == {0.0, 1.0}
 
 
-def test_what_the_judge_could_not_say_is_rejected_with_its_reason(reported):
+def test_rollouts_that_the_judge_could_not_score_are_rejected_with_the_reason(reported):
     missing = [ended.missing_scores for ended in reported[RolloutEnded] if ended.missing_scores]
     assert missing
     assert all(list(found) == ["judged"] and "says no score" in found["judged"] for found in missing)
@@ -190,7 +190,7 @@ def test_a_pure_evaluator_may_grade_again_while_the_judge_keeps_its_word(recorde
         ),
     ],
 )
-def test_what_would_have_to_be_asked_is_refused(recorded, changes, reported):
+def test_a_what_if_that_would_need_a_judge_is_refused(recorded, changes, reported):
     with pytest.raises(ConfigError, match=reported):
         asked(recorded[0], changes)
 

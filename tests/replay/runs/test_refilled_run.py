@@ -79,7 +79,7 @@ def test_a_what_if_has_the_groups_that_were_played_and_no_others(refilled):
         what_if_events(refilled, {"trainer_adapters": {"learner": {"max_refills": 0}}})
 
 
-def test_a_what_if_whose_rewards_tell_flat_groups_apart_trains_no_more_than_a_batch(refilled, tmp_path, monkeypatch):
+def test_a_what_if_whose_rewards_vary_within_flat_groups_trains_no_more_than_a_batch(refilled, tmp_path, monkeypatch):
     (tmp_path / "refill_rewards.py").write_text(REWARD)
     monkeypatch.syspath_prepend(str(tmp_path))
     builder = {"rewards": ["python:refill_rewards.told_apart"], "reward_weights": {"task": 0.0}}

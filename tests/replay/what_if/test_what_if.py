@@ -174,7 +174,7 @@ def earlier(tmp_path_factory):
     ],
     ids=["nothing", "learning rate", "what is the default by now", "what is derived by now"],
 )
-def test_a_what_if_of_an_earlier_run_changes_what_its_file_says_and_nothing_else(earlier, learner, changed):
+def test_a_what_if_of_an_earlier_run_changes_the_keys_of_its_file_and_nothing_else(earlier, learner, changed):
     _, events = asked(earlier, {"trainer_adapters": {"learner": learner}})
     before = asyncio.run(read_run(earlier.log, "replayed"))
     expected = submitted(before)
@@ -236,7 +236,7 @@ def test_repeated_records_of_an_attempt_change_no_reward(recorded):
     assert [member.reward for member in batches_of(events)[0].members] == [0.0, 2.0, 4.0, 6.0] * 2
 
 
-def test_a_reward_that_leaves_nothing_to_train_or_fails_is_told(recorded, monkeypatch):
+def test_a_reward_that_leaves_nothing_to_train_or_fails_is_an_error(recorded, monkeypatch):
     (recorded.folder / "what_if_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(recorded.folder)
     builder = {"rewards": ["python:what_if_reward.same"], "reward_weights": {"task": 0.0}}
@@ -274,7 +274,7 @@ def test_a_reward_that_leaves_nothing_to_train_or_fails_is_told(recorded, monkey
         ({"trainer_adapters": {"learner": {"optimizer": {"eps": 2**64}}}}, "eps: is .*; give a number of at most 64"),
     ],
 )
-def test_what_would_need_other_rollouts_or_cannot_be_stored_is_refused(recorded, changes, reported):
+def test_changes_that_need_other_rollouts_or_cannot_be_stored_are_refused(recorded, changes, reported):
     with pytest.raises(ConfigError, match=reported):
         asked(recorded, changes)
 

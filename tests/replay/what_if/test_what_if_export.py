@@ -215,7 +215,7 @@ def test_the_model_folder_may_lie_elsewhere_where_the_weights_are_full(recorded,
         asked(elsewhere, recorded.export, {"trainer_adapters": {"learner": {"model": {"path": "/nowhere/model"}}}})
 
 
-def test_what_cannot_be_is_refused_before_anything_is_written(recorded, elsewhere):
+def test_an_invalid_what_if_is_refused_before_anything_is_written(recorded, elsewhere):
     with pytest.raises(ConfigError, match="num_generations cannot change in a what-if"):
         asked(elsewhere, recorded.export, {"trajectory_builders": {"rollouts": {"num_generations": 8}}})
     with pytest.raises(ConfigError, match="export holds run replayed, not other"):
@@ -227,7 +227,7 @@ async def all_ends(log):
     return [await log.end_offsets(topic) for topic in ("trajectories", "groups", "batches", "jobs", "weights")]
 
 
-def test_what_the_command_cannot_do_is_said_before_a_broker_is_started(recorded, elsewhere):
+def test_invalid_options_are_refused_before_a_broker_is_started(recorded, elsewhere):
     file = elsewhere.folder / "what_if.yaml"
     file.write_text("{}")
     workspace = elsewhere.folder / "workspace"
@@ -273,7 +273,7 @@ def test_weights_that_the_export_lacks_are_named(recorded, elsewhere, tmp_path):
     assert num_trajectories(elsewhere.log) == 0
 
 
-def test_versions_whose_weights_were_not_exported_are_no_difference_where_their_store_is_not(recorded):
+def test_versions_without_exported_weights_make_no_difference_without_their_store(recorded):
     store = recorded.folder / "artifacts"
 
     async def again():
@@ -302,9 +302,7 @@ def test_a_what_if_is_exported_with_the_trajectories_that_it_was_trained_on(reco
         assert_equal(asyncio.run(again()))
 
 
-def test_a_metrics_file_made_from_a_what_ifs_export_does_not_say_that_it_holds_its_parents_rows(
-    recorded, elsewhere, tmp_path
-):
+def test_metrics_of_a_what_ifs_export_do_not_claim_the_parents_rows(recorded, elsewhere, tmp_path):
     run_id = asked(elsewhere, recorded.export, {}).run_id
     asyncio.run(export_run(elsewhere.log, run_id, tmp_path / "again", artifacts=elsewhere.artifacts))
     path = tmp_path / "metrics.duckdb"

@@ -227,7 +227,7 @@ def test_a_learner_imports_no_algorithm_that_only_a_record_names(
         ),
     ],
 )
-def test_what_an_algorithm_raises_fails_its_job_with_file_and_line(
+def test_an_exception_in_an_algorithm_fails_its_job_with_file_and_line(
     written: dict[str, Any], model: Path, tmp_path: Path, module: Callable[[str], str],
     caplog: pytest.LogCaptureFixture, method: str, message: str,
 ) -> None:  # fmt: skip
@@ -294,7 +294,7 @@ def test_keys_and_names_of_an_algorithm_are_checked_when_the_file_is_read(
         ("@property\n    def needs(self): return {}['no such key']", "needs"),
     ],
 )
-def test_what_the_settings_of_an_algorithm_raise_is_a_configuration_error_with_file_and_line(
+def test_an_exception_in_the_settings_of_an_algorithm_is_a_configuration_error_with_file_and_line(
     written: dict[str, Any], model: Path, module: Callable[[str], str], method: str, location: str
 ) -> None:
     text = f"{HEAD}    {LOSS}\nfrom pydantic import field_validator\n"
@@ -358,7 +358,7 @@ def test_an_installed_package_brings_an_algorithm_by_an_entry_point(
     assert allowed_by(configured(written, model, name="mine")) == (f"model:{model}",)
 
 
-def test_a_file_that_has_the_keys_of_another_algorithm_is_still_read_and_says_so(
+def test_a_file_with_the_keys_of_another_algorithm_is_read_with_a_warning(
     written: dict[str, Any], model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING"):

@@ -34,7 +34,7 @@ def dual_clip_of(job: JobSettings) -> float | None:
     return job.algorithm.dual_clip
 
 
-def test_a_new_run_bounds_ratios_unless_it_says_otherwise(written: dict[str, Any]) -> None:
+def test_a_new_run_has_a_dual_clip_unless_the_file_sets_another(written: dict[str, Any]) -> None:
     assert dual_clip_of(job_of(written).job) == 3.0
     assert dual_clip_of(job_of(written, dual_clip=None).job) is None
     assert dual_clip_of(job_of(written, dual_clip=5.0).job) == 5.0

@@ -21,7 +21,7 @@ def model(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.7}])
-def test_what_a_server_cannot_score_is_refused_before_the_run(model: str, sampling: dict[str, Any]) -> None:
+def test_sampling_that_a_server_cannot_score_is_refused_before_the_run(model: str, sampling: dict[str, Any]) -> None:
     check_teacher_settings(OpdSettings(teacher=model), Sampling(**sampling), model, "algorithm.teacher")
     with pytest.raises(ConfigError, match=r"^algorithm\.teacher_url: .*sample with temperature 1 and without"):
         check_teacher_settings(
@@ -29,7 +29,7 @@ def test_what_a_server_cannot_score_is_refused_before_the_run(model: str, sampli
         )
 
 
-def test_what_is_no_url_is_refused_before_the_run(model: str) -> None:
+def test_an_invalid_teacher_url_is_refused_before_the_run(model: str) -> None:
     check_teacher_settings(OpdSettings(teacher=model, teacher_url=URL), Sampling(), model, "algorithm.teacher")
     with pytest.raises(ConfigError, match=r'^algorithm\.teacher_url: "teacher:8000" must be a URL'):
         check_teacher_settings(
@@ -42,7 +42,7 @@ def test_the_runs_own_learner_may_ask_the_server(model: str) -> None:
     assert URL not in named_by_teacher(OpdSettings(teacher=model))
 
 
-def test_a_model_group_that_an_endpoint_serves_is_no_teacher_by_its_name() -> None:
+def test_a_served_model_group_is_refused_as_the_name_of_a_teacher() -> None:
     remedy = "is a model group that an endpoint serves; give the folder or hub name.*algorithm.teacher_url: http"
     with pytest.raises(ConfigError, match=rf"^algorithm\.teacher: judges {remedy}"):
         check_teacher_settings(

@@ -113,7 +113,7 @@ def test_without_training_arguments_arts_defaults_stand(art: dict[str, Any]) -> 
     assert config_file.resolve(art, {}).config.builder.min_generations == 1
 
 
-def test_what_means_nothing_here_is_told_once(art: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_keys_are_logged_once(art: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     config_notes.forget()
     with caplog.at_level(logging.WARNING):
         config_file.resolve(art, {})
@@ -150,7 +150,7 @@ def test_kept_ids_are_recorded_where_the_loss_has_ratios(
     assert ("trajectory_builders.b.sampling: top_p" in caplog.text) is (is_recorded is False)
 
 
-def test_an_engine_that_records_no_kept_ids_is_told(art: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_records_no_kept_ids_is_a_warning(art: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     config_notes.forget()
     builder = {"_type": "rollstream", "sampling": {"top_k": 5}, "engine": {"kind": "scripted"}}
     art["trajectory_builders"]["b"] = builder
@@ -230,15 +230,13 @@ def test_a_subclass_of_an_own_configuration_keeps_its_defaults_apart() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("early_stopping", {"patience": 2}), ("validation_required", True)])
-def test_what_only_the_epochwise_way_does_is_refused_by_its_path_in_a_streamed_run(
-    art: dict[str, Any], key: str, value: Any
-) -> None:
+def test_an_epochwise_key_is_refused_by_its_path_in_a_streamed_run(art: dict[str, Any], key: str, value: Any) -> None:
     art["trainers"]["t"] = {"_type": "rollstream", key: value}
     with pytest.raises(ConfigError, match=f"trainers.t.{key}: a streamed run does not support this"):
         config_file.resolve(art, {})
 
 
-def test_what_waits_for_a_validation_is_told_where_there_is_none(
+def test_early_stopping_without_a_validation_is_a_warning(
     art: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     art["trainers"]["t"] = {"_type": "rollstream", "planning": "submitted", "early_stopping": {"patience": 2}}

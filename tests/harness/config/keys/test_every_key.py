@@ -216,7 +216,7 @@ def test_a_key_that_is_added_to_a_configuration_is_added_to_thetable_of(name: st
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_key_has_an_effect_or_is_refused_or_told(
+def test_every_key_has_an_effect_or_is_refused_or_logged(
     base: dict[str, Any], variant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     written = VARIANTS[variant](base)
@@ -384,7 +384,7 @@ READERS: dict[type[BaseModel], tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("settings", READERS, ids=lambda model: model.__name__)
-def test_what_a_configuration_comes_to_is_read_on_the_other_side(settings: type[BaseModel]) -> None:
+def test_every_resolved_setting_is_read_by_its_service(settings: type[BaseModel]) -> None:
     text = "\n".join(_sources(READERS[settings]))
     fields = {part for key in keys_of(settings) for part in key.split(".")}
     assert [name for name in sorted(fields) if not re.search(rf"\.{name}\b|\"{name}\"", text)] == []

@@ -40,7 +40,7 @@ def nats(base: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_key_has_an_effect_or_is_refused_or_told_under_nat_finetune(
+def test_every_key_has_an_effect_or_is_refused_or_logged_under_nat_finetune(
     nats: dict[str, Any], variant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     written = VARIANTS[variant](nats)
@@ -79,7 +79,7 @@ def test_a_misspelt_key_is_one_error_that_names_block_key_and_the_nearest_one(
     assert message in str(reported.value)
 
 
-def test_the_command_line_wins_over_what_the_file_says_of_the_run(nats: dict[str, Any]) -> None:
+def test_the_command_line_overrides_the_files_run_configuration(nats: dict[str, Any]) -> None:
     written = changed_by(finetuning__run_configuration={"validation_interval": 3, "validation_dataset": "o.jsonl"})(
         nats
     )

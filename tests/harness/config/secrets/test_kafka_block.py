@@ -47,7 +47,7 @@ def password_of(kafka: Any) -> str | None:
     return None if kafka.password is None else kafka.password.get_secret_value()
 
 
-def test_what_is_stored_of_a_run_names_the_variable_and_not_the_secret(secured: dict[str, Any]) -> None:
+def test_the_stored_configuration_names_the_variable_and_not_the_secret(secured: dict[str, Any]) -> None:
     found = config_file.resolve(secured, ENV)
     builder: Any = found.written["trajectory_builders"]
     assert builder["b"]["kafka"] == BLOCK

@@ -64,7 +64,7 @@ def test_a_secret_in_the_file_is_refused_without_repeating_it(value: dict[str, A
 
 
 @pytest.mark.parametrize("value", NONE, ids=str)
-def test_what_is_no_secret_is_not(value: dict[str, Any]) -> None:
+def test_values_without_a_secret_are_accepted(value: dict[str, Any]) -> None:
     check_values(value)
 
 
@@ -79,7 +79,7 @@ def env(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_what_events_and_services_carry_is_as_written(
+def test_events_and_services_have_variables_unexpanded(
     written: dict[str, Any], env: dict[str, str], tmp_path: Path
 ) -> None:
     written["trainer_adapters"]["a"] |= {"model": {"path": "${MODEL_DIR}/m"}, "artifact_uri": "${STORE}/artifacts"}

@@ -87,7 +87,7 @@ def test_a_version_waits_only_for_requests_of_versions_that_others_have_followed
     asyncio.run(main())
 
 
-def test_the_newest_versions_are_never_unloaded_for_another_one_and_too_few_slots_are_told(
+def test_the_newest_versions_are_never_unloaded_and_too_few_slots_are_an_error(
     small_base: Path, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -142,9 +142,7 @@ def test_an_unloaded_groups_adapter_goes_with_its_last_request(small_base: Path,
     asyncio.run(main())
 
 
-def test_what_the_engine_knows_of_unloaded_groups_and_their_base_models_is_forgotten(
-    small_base: Path, tmp_path: Path
-) -> None:
+def test_state_of_unloaded_groups_and_their_base_models_is_dropped(small_base: Path, tmp_path: Path) -> None:
     async def main() -> None:
         async with engine_over(tmp_path, StandInServer(small_base)) as engine:
             for number in range(3):

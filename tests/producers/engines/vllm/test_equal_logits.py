@@ -45,7 +45,7 @@ def request(seed: int = 1, prompt: int = 5, top_k: int = TOP_K) -> GenerationReq
         (-0.7, [-0.7] * 3, False),
     ],
 )
-def test_log_probabilities_after_limits_are_told_from_those_before(
+def test_log_probabilities_after_limits_are_distinguished_from_those_before(
     logprob: float, top: list[float], is_limited: bool
 ) -> None:
     assert is_limited_to_largest(logprob, top) is is_limited

@@ -253,7 +253,7 @@ def test_a_server_whose_producers_were_killed_in_a_reload_serves_the_next_ones(
         vllm_server.ask("/resume")
 
 
-def test_sums_of_the_weights_tell_versions_apart_and_are_equal_when_one_is_loaded_again(
+def test_sums_of_the_weights_differ_by_version_and_are_equal_after_a_reload(
     vllm_server: VllmServer, tmp_path: Path
 ) -> None:
     vllm_server.restore()
@@ -324,7 +324,7 @@ def test_kept_ids_are_the_same_by_either_way_to_ask(
         assert 1 <= max(one.kept.lengths) <= 12
 
 
-def test_a_running_server_says_how_it_was_started_and_is_refused_for_fewer_adapters_than_the_engine_keeps(
+def test_a_running_server_with_fewer_adapters_than_the_engine_keeps_is_refused(
     vllm_server: VllmServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def load(max_loras: int) -> None:

@@ -185,7 +185,7 @@ def test_the_only_server_failing_in_a_reload_is_given_the_version_before_again(b
     with_one(base, tmp_path, case)
 
 
-def test_requests_in_progress_take_over_new_weights_and_say_from_which_token(base: Path, tmp_path: Path) -> None:
+def test_requests_in_progress_take_over_new_weights_and_record_from_which_token(base: Path, tmp_path: Path) -> None:
     async def case(engine: VllmEngine, server: StandInServer) -> None:
         await engine.load(*full(base, tmp_path, 0))
         server.held.clear()
@@ -273,7 +273,7 @@ def test_a_server_that_cannot_be_used_is_refused_in_one_line(
 @pytest.mark.parametrize(
     "fault", [{"without": {"/server_info"}}, {"failing": {"/server_info": 500}}, {"config": "text"}]
 )
-def test_what_a_server_does_not_say_of_itself_is_a_warning_once(
+def test_a_server_that_does_not_report_how_it_was_started_is_one_warning(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: dict[str, Any]
 ) -> None:
     async def case(engine: VllmEngine, server: StandInServer) -> None:
