@@ -55,7 +55,7 @@ def encoded_groups(num_groups: int) -> list[list[tuple[int, bytes, bytes, list[t
 
 
 def producer(kafka: KafkaSettings) -> aiokafka.AIOKafkaProducer:
-    """A producer with the settings of ours."""
+    """A producer with rollstream's own settings."""
     return aiokafka.AIOKafkaProducer(
         **client_options(kafka),
         acks="all",

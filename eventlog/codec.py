@@ -74,7 +74,8 @@ def _type_of(kind: str, version: int) -> bytes:
 def decode(record: Record, *, num_partitions: int | None = None) -> Received:
     """The event of a record. Raises DecodeError that says what is wrong with which record.
 
-    `num_partitions`: partition count of its topic; if it is given, a record in another partition than its own is none.
+    `num_partitions`: partition count of its topic; if given, a record in a partition that its key
+    does not belong to is refused.
     """
     event, content = parse(record.topic, record.value)
     key = event.key.encode()

@@ -88,7 +88,7 @@ class Publisher:
     async def check_owner(self) -> None:
         """Read on to the end of `weights`. Raises FencedError if the model group is another learner's by now.
 
-        A model group whose run is over, and that has no open job, is nobody's.
+        A model group whose run is over, and that has no open job, has no owner.
         """
         await self._inbox.catch_up(("weights",))
         owner = self._inbox.state.owners.get(self._model_group)

@@ -130,12 +130,12 @@ class GroupExecution:
         """Event time that the group still had when the first of them began to wait."""
 
     def stop(self, cause: str) -> None:
-        """Settle the group without running more of it."""
+        """Complete the group without running more of it."""
         if not self._stop.done():
             self._stop.set_result(cause)
 
     async def run(self) -> None:
-        """Settle the task. Raises the exception of a send, and errors that break the contract of `RecordRollout`.
+        """Complete the task. Raises the exception of a send, and errors that break the contract of `RecordRollout`.
 
         1. Open the group once its first rollout has a slot, or decide what its predecessor left open. 2. Run what is
         missing. 3. Repeat that if the group is not settled because a zombie wrote meanwhile.
@@ -151,7 +151,7 @@ class GroupExecution:
             else:
                 self._continued = await continued_attempts(self._producer.log, self._writer, self.task, self.state)
                 await self._fail_lost(self.state)
-            await self._settle_fully(self.state)
+            await self._complete_with_foreign_writes(self.state)
         except (NotAllowedError, ModelError) as error:  # of weights that are waited for; those of a rollout are its own
             await self._refuse(str(error), NOT_ALLOWED if isinstance(error, NotAllowedError) else ENGINE_ERROR)
         finally:
@@ -160,15 +160,15 @@ class GroupExecution:
             if self._producer.opponents is not None:
                 self._producer.opponents.release(self._held)
 
-    async def _settle_fully(self, state: GroupProgress) -> None:
-        await self._settle(state)
+    async def _complete_with_foreign_writes(self, state: GroupProgress) -> None:
+        await self._complete(state)
         while (found := await self._foreign_writes.reopened(state)) is not None:
             self.state = state = found
             await self._fail_lost(state)
-            await self._settle(state)
+            await self._complete(state)
 
     async def _refuse(self, reason: str, cause: str = NOT_ALLOWED) -> None:
-        """Settle a task of which nothing is run: a group of one rollout, which failed for good with the reason."""
+        """Complete a task of which nothing is run: a group of one rollout, which failed for good with the reason."""
         reason = conceal(reason)
         logger.error("task refused: %s", reason)  # without an id: `finetune` shows each message once
         logger.info("refused group_id=%s", self.task.group_id)
@@ -178,7 +178,7 @@ class GroupExecution:
             await self._fail_lost(self.state)
         await self._fail_rest(self.state, cause, reason)
 
-    async def _settle(self, state: GroupProgress) -> None:
+    async def _complete(self, state: GroupProgress) -> None:
         if state.is_settled:
             return
         stopped = await self._unless_stopped(self._run_missing(state), state)

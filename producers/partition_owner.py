@@ -106,7 +106,7 @@ class PartitionOwner:
         self._runs: dict[str, GroupExecution] = {}
         self._held: dict[str, OpenTask] = {}
         """Tasks of runs that others serve, by group id."""
-        self._unsettled: dict[int, None] = {}
+        self._in_progress: dict[int, None] = {}
         self._settled_from = _Beginnings()
         self._ticking: asyncio.Task[None] | None = None
         self._next_offset = tasks.start
@@ -132,7 +132,7 @@ class PartitionOwner:
         self._on_progress()
 
     def end_run(self, run_id: str) -> None:
-        """Settle all tasks of a run without running them."""
+        """Complete all tasks of a run without running them."""
         for run in self._runs.values():
             if run.task.run_id == run_id:
                 run.stop(RUN_ENDED)
@@ -167,10 +167,10 @@ class PartitionOwner:
         return not is_read or group_id in self._held or self._is_settled(group_id)
 
     def commit_point(self) -> tuple[int, int]:
-        """Offset of the oldest unsettled task, and where in `steps` the oldest open group begins, or one that was
+        """Offset of the oldest task in progress, and where in `steps` the oldest open group begins, or one that was
         settled after that task.
         """
-        offset = next(iter(self._unsettled), self._next_offset)
+        offset = next(iter(self._in_progress), self._next_offset)
         opened = [group.first_offset for group in self._recovered.groups.values()]
         opened += [run.state.first_offset for run in self._runs.values() if run.state is not None]
         opened += [held.state.first_offset for held in self._held.values() if held.state is not None]
@@ -243,7 +243,7 @@ class PartitionOwner:
         )
         if cause is None and self._producer.runs and task.run_id not in self._producer.runs:
             self._held[task.group_id] = held
-            self._unsettled[offset] = None
+            self._in_progress[offset] = None
         else:
             self._let_go(held, cause)
 
@@ -313,14 +313,14 @@ class PartitionOwner:
         await self._writer.send(codec.encode(started))
 
     def _begin(self, offset: int, work: Work) -> None:
-        self._unsettled[offset] = None
-        self._work_on(self._spawn(self._settle(offset, work)))
+        self._in_progress[offset] = None
+        self._work_on(self._spawn(self._complete(offset, work)))
 
     def _work_on(self, task: "asyncio.Task[None]") -> None:
         self._working.add(task)
         task.add_done_callback(self._working.discard)
 
-    async def _settle(self, offset: int, work: Work) -> None:
+    async def _complete(self, offset: int, work: Work) -> None:
         await work()
-        del self._unsettled[offset]
+        del self._in_progress[offset]
         self._on_progress()

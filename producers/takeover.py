@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from rollstream.eventlog import codec
 from rollstream.eventlog.attempts import Recorded, attempt_in, is_group_settled, is_settled
 from rollstream.eventlog.log import EventLog, Position, Received, TopicPartition, check_kept
-from rollstream.producers.run_ends import CommitMetadata
+from rollstream.producers.ended_runs import CommitMetadata
 from rollstream.producers.steps_writer import StepsWriter
 from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError

@@ -16,9 +16,9 @@ from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, GroupReader, TopicPartition, check_kept
 from rollstream.producers import clock
 from rollstream.producers.clock import EventClock
+from rollstream.producers.ended_runs import CommitMetadata, EndedRuns
 from rollstream.producers.group_execution import WorkerContext
 from rollstream.producers.partition_owner import PartitionOwner
-from rollstream.producers.run_ends import CommitMetadata, RunEnds
 from rollstream.producers.steps_writer import StepsWriter
 from rollstream.producers.takeover import recover
 from rollstream.schemas import ids
@@ -52,7 +52,7 @@ class RolloutWorker:
         self._wall = wall
         self._monotonic = monotonic
         self._owners: dict[int, PartitionOwner] = {}
-        self._run_ends: RunEnds | None = None
+        self._ended_runs: EndedRuns | None = None
         self._kept: dict[int, PartitionOwner] = {}
         """Owners that pause during a rebalance."""
         self._committed: dict[int, tuple[int | None, str]] = {}
@@ -63,13 +63,13 @@ class RolloutWorker:
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Work until cancelled, then leave the group. Raises the first error of any of its tasks."""
-        self._run_ends = await RunEnds.open(self._log, self._end_run)
+        self._ended_runs = await EndedRuns.open(self._log, self._end_run)
         try:
-            await self._work(self._run_ends, on_ready)
+            await self._work(self._ended_runs, on_ready)
         except BaseExceptionGroup as failed:
             raise first_error(failed) from failed
         finally:
-            await self._run_ends.close()
+            await self._ended_runs.close()
             await self._leave()
 
     def is_over(self, rollout_id: str) -> bool:
@@ -88,7 +88,7 @@ class RolloutWorker:
         owners = [owner for owner in self._owners.values() if owner.owns(group_id)]
         return not owners or any(owner.may_have_begun(rollout_id) for owner in owners)
 
-    async def _work(self, run_ends: RunEnds, on_ready: Callable[[], None]) -> None:
+    async def _work(self, ended_runs: EndedRuns, on_ready: Callable[[], None]) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._reader = await self._log.group_reader(
@@ -97,7 +97,7 @@ class RolloutWorker:
             tasks.create_task(self._poll(self._reader))
             tasks.create_task(self._commit_progress())
             tasks.create_task(self._tick())
-            tasks.create_task(run_ends.follow())
+            tasks.create_task(ended_runs.follow())
             if self._producer.opponents is not None:
                 tasks.create_task(self._producer.opponents.unload_ended())
             on_ready()
@@ -112,7 +112,7 @@ class RolloutWorker:
     async def _on_assigned(self, partitions: set[TopicPartition]) -> None:
         assert self._reader is not None
         assert self._tasks is not None
-        assert self._run_ends is not None
+        assert self._ended_runs is not None
         found = {
             where.partition: (await self._reader.committed(where), await self._reader.committed_metadata(where))
             for where in sorted(partitions)
@@ -123,7 +123,7 @@ class RolloutWorker:
             partition: CommitMetadata.of(text) for partition, (_, text) in found.items() if partition not in stayed
         }
         tasks = await self._uncommitted({partition: found[partition][0] for partition in metadata})
-        await self._run_ends.read_back(found for partition, found in metadata.items() if tasks[partition])
+        await self._ended_runs.read_back(found for partition, found in metadata.items() if tasks[partition])
         num_partitions = await self._log.num_partitions("tasks")
         failpoint("producer/during-hand-over")
         for partition, (state, end) in (await recover(self._log, metadata)).items():
@@ -135,7 +135,7 @@ class RolloutWorker:
                 tasks=tasks[partition],
                 num_partitions=num_partitions,
                 spawn=self._tasks.create_task,
-                ended_runs=self._run_ends.ended,
+                ended_runs=self._ended_runs.ended,
                 on_progress=self._progress.set,
             )
         logger.info("assigned partitions=%s stayed=%s", sorted(metadata), sorted(stayed))
@@ -184,16 +184,16 @@ class RolloutWorker:
                 {TopicPartition("tasks", p): offset for p, (offset, _) in moved.items()},
                 {TopicPartition("tasks", p): text for p, (_, text) in moved.items()},
             )
-        except FencedError as error:  # the next owner settles again what it finds settled in `steps`
+        except FencedError as error:  # the next owner completes again what it finds settled in `steps`
             logger.info("not committed partitions=%s: %s", sorted(moved), error)
             return
         self._committed.update(moved)
 
     def _commit_point(self, owner: PartitionOwner) -> tuple[int, str]:
-        """Offset of the oldest unsettled task and the metadata to commit with it."""
-        assert self._run_ends is not None
+        """Offset of the oldest task in progress and the metadata to commit with it."""
+        assert self._ended_runs is not None
         offset, steps = owner.commit_point()
-        return offset, self._run_ends.metadata(steps).text()
+        return offset, self._ended_runs.metadata(steps).text()
 
     async def _tick(self) -> None:
         while True:

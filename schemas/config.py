@@ -243,7 +243,7 @@ class EvalGeneral(Settings):
 
 
 class EvalSection(Settings):
-    """NAT's evaluation section. Evaluators are kept as they are: `rollstream.schemas.evaluators` has those of ours."""
+    """NAT's evaluation section. Evaluators are kept as written; `rollstream.schemas.evaluators` has built-in ones."""
 
     general: EvalGeneral = Field(default_factory=EvalGeneral)
     evaluators: dict[str, ForeignBlock] = Field(default_factory=dict)

@@ -176,7 +176,7 @@ LONG = "rollstream_"
 
 
 def kind_of(block_type: object) -> str | None:
-    """The key of `MODELS` that a `_type` means; None if it is none of ours."""
+    """The key of `MODELS` that a `_type` means; None if the evaluator is not built in."""
     name = block_type.removeprefix(LONG) if isinstance(block_type, str) else None
     return name if name in MODELS else None
 

@@ -114,7 +114,7 @@ class KafkaSettings(KafkaSection):
         return f"{self.topic_prefix}{short}{SUFFIX}"
 
     def short_name(self, name: str) -> str | None:
-        """Short name of a topic in Kafka; None if it is none of ours."""
+        """Short name of a topic in Kafka; None if the topic does not belong to this log."""
         short = name.removeprefix(self.topic_prefix).removesuffix(SUFFIX)
         return short if short in TOPICS and self.topic_name(short) == name else None
 

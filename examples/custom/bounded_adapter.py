@@ -16,7 +16,7 @@ SUBMISSIONS = "submissions.jsonl"
 
 
 class BoundedAdapterConfig(RollstreamTrainerAdapterConfig, name="bounded_adapter"):
-    """All fields of ours, and two more."""
+    """All fields of the built-in adapter, and two more."""
 
     lowest_reward: FiniteFloat = -1.0
     highest_reward: FiniteFloat = 1.0

@@ -11,7 +11,7 @@ from rollstream.harness.config.components import RollstreamTrainerConfig
 
 
 class GoodEnoughTrainerConfig(RollstreamTrainerConfig, name="good_enough_trainer"):
-    """All fields of ours, and two more."""
+    """All fields of the built-in trainer, and two more."""
 
     enough: FiniteFloat = 0.9
     """A mean reward that is good enough."""

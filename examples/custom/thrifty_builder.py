@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class ThriftyBuilderConfig(RollstreamTrajectoryBuilderConfig, name="thrifty_builder"):
-    """All fields of ours, and two more."""
+    """All fields of the built-in builder, and two more."""
 
     price_per_token: float = Field(default=0.01, ge=0)
     """Taken off a trajectory's reward for every token that the model said in it."""
@@ -36,7 +36,7 @@ class ThriftyBuilder(RollstreamTrajectoryBuilder):
         """Ours, priced and thinned. The rewards that are recorded stay what they are: only copies are changed."""
         collection = await super().finalize(run_id, meta)
         priced = [
-            [self._priced(one) for one in group if said_tokens(one) <= self._config.max_tokens]
+            [self._priced(one) for one in group if num_sampled_tokens(one) <= self._config.max_tokens]
             for group in collection.trajectories
         ]
         kept = [group for group in priced if len(group) >= self._config.min_group]
@@ -55,12 +55,12 @@ class ThriftyBuilder(RollstreamTrajectoryBuilder):
         )
 
     def _priced(self, trajectory: Trajectory) -> Trajectory:
-        cost = self._config.price_per_token * said_tokens(trajectory)
+        cost = self._config.price_per_token * num_sampled_tokens(trajectory)
         metadata = {**(trajectory.metadata or {}), "reward_before_price": trajectory.reward}
         return trajectory.model_copy(update={"reward": trajectory.reward - cost, "metadata": metadata})
 
 
-def said_tokens(trajectory: Trajectory) -> int:
+def num_sampled_tokens(trajectory: Trajectory) -> int:
     """Number of tokens of a trajectory that the model sampled; messages of others have none."""
     answers = [getattr(item, "logprobs", None) for item in trajectory.episode]
     return sum(len(answer.get("token_ids", ())) for answer in answers if isinstance(answer, dict))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog import codec
-from rollstream.harness.components import epochs, run_end
+from rollstream.harness.components import epochs, run_completion
 from rollstream.harness.components.interfaces import TrainerAdapter
 from rollstream.harness.components.submission import epoch_of, num_members, submitted_groups
 from rollstream.harness.config.components import written_of
@@ -181,7 +181,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
             return
         try:
             if outcome is not None and not handle.is_finished:
-                await run_end.finish(handle, is_completed=outcome[0], message=outcome[1])
+                await run_completion.finish(handle, is_completed=outcome[0], message=outcome[1])
         finally:
             await handle.close()
 

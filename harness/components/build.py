@@ -41,7 +41,7 @@ async def components_of(finetune: FinetuneConfig, workspace: Path) -> AsyncItera
     """The components that `finetune` names.
 
     The code after their `yield` runs at the end of the run. Adapter, builder and trainer are built in this order and
-    closed in reverse, even after an error. Blocks of ours, and those derived from them, are given `workspace`, whatever
+    closed in reverse, even after an error. Built-in blocks and those derived from them get `workspace`, whatever
     the file says. Raises ConfigError naming the path of a block without a registered factory, or whose factory yields
     something else.
     """

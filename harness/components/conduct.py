@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from rollstream.harness.components import epochs, run_end
+from rollstream.harness.components import epochs, run_completion
 from rollstream.harness.components.build import Components, as_component_error, components_of
 from rollstream.harness.components.external_adapter import recording
 from rollstream.harness.components.interfaces import Trainer
@@ -46,9 +46,9 @@ async def conduct_components(handle: RunHandle, components: Components, finetune
         await trainer.bind_components(components.trajectory_builder, adapter)
         await trainer.initialize(finetune)
         if not isinstance(trainer, RollstreamTrainer):
-            run_end.watch_curriculum(handle, trainer)
-        statuses, failed = await run_end.trained(handle, trainer.run(_num_epochs(handle, components, finetune)))
-        await run_end.finalize_run(handle, is_completed=failed is None, message=failed or "")
+            run_completion.watch_curriculum(handle, trainer)
+        statuses, failed = await run_completion.trained(handle, trainer.run(_num_epochs(handle, components, finetune)))
+        await run_completion.finalize_run(handle, is_completed=failed is None, message=failed or "")
         await _log_metrics(trainer, statuses)
     except Exception as error:
         if not handle.is_over:
@@ -65,7 +65,7 @@ async def _log_metrics(trainer: Trainer, statuses: list[Any]) -> None:
         return
     run_id = statuses[-1].run_id
     try:
-        async with asyncio.timeout(run_end.GRACE_S):
+        async with asyncio.timeout(run_completion.GRACE_S):
             text = repr(await trainer.get_metrics(run_id))
     except Exception as error:
         logger.warning("run=%s: the trainer's get_metrics failed: %s", run_id, describe(error))

@@ -1,6 +1,6 @@
 """Configurations of our own three components, `_type: rollstream`: their sections' fields in NAT's mutable form.
 
-Also writes the configuration of a run that was given no file of ours as such a file. Pure.
+Also writes the configuration of a run that was started without such a file as one. Pure.
 """
 
 from pathlib import Path

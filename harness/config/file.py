@@ -27,7 +27,7 @@ _MORE: dict[str, Any] = {
     if name not in CurriculumLearningConfig.model_fields
 }
 Curriculum = create_model("Curriculum", __base__=CurriculumLearningConfig, **_MORE)
-"""NAT's curriculum with the additional keys of ours."""
+"""NAT's curriculum with rollstream's additional keys."""
 
 
 class Loaded(NamedTuple):

@@ -103,7 +103,7 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
 
 
 def nat_workflow_of(finetune: FinetuneConfig) -> str | None:
-    """The `_type` of the NAT workflow that the run's builder, one of ours, runs; None otherwise."""
+    """The `_type` of the NAT workflow that the run's built-in builder runs; None otherwise."""
     run = finetune.run_configuration
     assert run is not None
     block = block_of(finetune, "trajectory_builder")
@@ -335,7 +335,7 @@ def _evaluators(evaluation: Any) -> dict[str, dict[str, JsonValue]]:
 
 
 def _is_others(block: Any) -> bool:
-    """Whether another harness has parsed a block as another package's type whose name equals one of ours."""
+    """Whether another harness has parsed a block as another package's type that has a built-in type's name."""
     return not isinstance(block, ForeignBlock | Evaluator) and kind_of(block.type) is not None
 
 

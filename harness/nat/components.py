@@ -18,7 +18,7 @@ from nat.finetuning.interfaces.trajectory_builder import TrajectoryBuilder
 
 from rollstream.harness.components.adapter import RUN_NAME, RollstreamTrainerAdapter
 from rollstream.harness.components.builder import RollstreamTrajectoryBuilder
-from rollstream.harness.components.run_end import watch_curriculum
+from rollstream.harness.components.run_completion import watch_curriculum
 from rollstream.harness.components.trainer import RollstreamTrainer
 from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.resolve import block_of, is_ours

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from rollstream.harness.components import run_end
+from rollstream.harness.components import run_completion
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.harness.services.concealing import shown
 from rollstream.schemas.errors import RollstreamError, RunFailedError, describe
@@ -80,14 +80,14 @@ async def conducted(handle: RunHandle, running: Coroutine[Any, Any, list[Any]]) 
     failure: str | None = None
     try:
         with _overheard() as overheard:
-            statuses, failure = await run_end.trained(handle, running)
+            statuses, failure = await run_completion.trained(handle, running)
         logged = overheard.text
     except Exception as error:
         if not handle.is_over:
             reason = await failed(handle, error)
             raise RunFailedError(shown(f"run {handle.run.started.run_id} failed: {reason}")) from error
         logger.info("the trainer ended with an error once its run was over", exc_info=error)
-    outcome = await run_end.finish(handle, is_completed=failure is None, message=failure or "", logged=logged)
+    outcome = await run_completion.finish(handle, is_completed=failure is None, message=failure or "", logged=logged)
     if outcome.exit_code:
         raise RunFailedError(shown(f"run {outcome.run_id} {outcome.status}: {outcome.message}"))
     for line in outcome.summary().splitlines():
@@ -106,7 +106,7 @@ async def failed(handle: RunHandle, error: Exception) -> str:
     reason = conceal(str(error) if isinstance(error, RollstreamError) else describe(error))
     logger.info("%s", conceal("".join(traceback.format_exception(error)).rstrip()))
     try:
-        await run_end.finish(handle, is_completed=False, message=reason)
+        await run_completion.finish(handle, is_completed=False, message=reason)
     except RollstreamError as other:
         logger.warning("the run stays open on the log: %s", other)
     return reason

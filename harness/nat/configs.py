@@ -26,7 +26,7 @@ _MORE: dict[str, Any] = {
     if name not in CurriculumLearningConfig.model_fields
 }
 NatCurriculum = create_model("NatCurriculum", __base__=CurriculumLearningConfig, **_MORE)
-"""NAT's curriculum with the additional keys of ours."""
+"""NAT's curriculum with rollstream's additional keys."""
 
 
 class Explained(BaseModel):

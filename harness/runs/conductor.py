@@ -1,4 +1,4 @@
-"""One run on its log, conducted by this process: followed, given what it lacks, looked after, and let go of in order.
+"""Conducts one run on its log: follows it, writes its missing events, watches its services, and closes them in order.
 
 There are two front ends: `Conductor.conduct`, where the log itself asks for epoch after epoch, and the handle of
 harness' components, which ask for them.

@@ -136,7 +136,7 @@ def _section(found: Any) -> dict[str, Any]:
 def read_settings(source: str | None) -> dict[str, Any]:
     """JSON object in a file, or on standard input if `source` is `-`; `${NAME}` in a file's `kafka` is expanded.
 
-    What another process of ours passes on has its secrets in plain text. Raises ConfigError.
+    Settings that another process of rollstream passes on have their secrets in plain text. Raises ConfigError.
     """
     if source is None:
         return {}

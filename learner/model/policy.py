@@ -152,7 +152,7 @@ class PolicyModel:
         self._assign(self._fitting(tensors), tensors)
 
     def take_weights(self) -> None:
-        """Take over the weights that rank 0 loads. To be called in all other processes, of which here are none."""
+        """Take over the weights that rank 0 loads. To be called in all other processes; here there are none."""
         raise NotImplementedError
 
     def check_weights(self, tensors: dict[str, Tensor]) -> None:

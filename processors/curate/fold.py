@@ -35,7 +35,7 @@ MIN_IDLE_STEPS = 4
 """Minimum number of records of one partition before a run counts as idle: a single clock jump is not enough."""
 
 ENDED_WAIT_S = 3600.0
-"""Seconds, in event time of other runs, for the groups of an ended run to close; producers settle them at once."""
+"""Seconds, in event time of other runs, for the groups of an ended run to close; producers fail the rest at once."""
 
 __all__ = ["CurateState", "Datasets", "evolve", "initial"]
 

@@ -36,7 +36,7 @@ FETCH_WAIT_MS = 20
 NO_POSITION_S = 0.05
 
 
-SETTLE_S = 2.0
+FINISH_BATCHES_S = 2.0
 """Seconds that a rebalance waits for batches being folded, so that retained partitions keep their fold."""
 IDLE_S = 1.0
 """Seconds between two corrections of the fetch positions while nothing arrives."""
@@ -273,7 +273,7 @@ class Consumer(driver.Consumer):
         )
 
     def _short(self, tp: TP) -> str:
-        """Short name of a partition's topic, which is always one of ours."""
+        """Short name of a partition's topic, which is one of `TOPICS`."""
         short = self.app.kafka.short_name(tp.topic)
         assert short is not None
         return short
@@ -308,7 +308,7 @@ class Consumer(driver.Consumer):
     async def on_partitions_revoked(self, revoked: set[TP]) -> None:
         """Commit acknowledged offsets. Folds are kept until the new assignment is known."""
         self._next_generation()
-        await self.app.finish_batches(SETTLE_S)
+        await self.app.finish_batches(FINISH_BATCHES_S)
         await self.commit()
         await super().on_partitions_revoked(revoked)
 

@@ -311,12 +311,12 @@ class ContinuousBatcher:
                 is_wanted = not job.done.done()
                 if is_wanted and not job.is_ready():
                     break
-                settle = functools.partial(_set, job.done, job.work() if is_wanted else None, None)
+                resolve = functools.partial(_set, job.done, job.work() if is_wanted else None, None)
             except Exception as error:  # noqa: BLE001 - of whoever asked
-                settle = functools.partial(_set, job.done, None, error)
+                resolve = functools.partial(_set, job.done, None, error)
             with self._lock:
                 self._jobs.remove(job)
-            loop.call_soon_threadsafe(settle)
+            loop.call_soon_threadsafe(resolve)
         return {job.holds for job in self._jobs if job.holds is not None}
 
     def _joining(self, held: set[str]) -> list[Ticket]:

@@ -164,7 +164,7 @@ class KVPool(Cache):
 
     def _empty(self, slots: int, columns: int) -> Tensor:
         shape = self.shape
-        # Not torch.empty: memory may hold numbers that are none.
+        # Not torch.empty: uninitialized memory may hold NaN.
         return torch.zeros(
             shape.num_layers,
             *(2, slots, columns, shape.num_heads, shape.head_dim),

@@ -99,7 +99,7 @@ def _kind_of(name: str, location: str) -> EngineKind:
 
 
 def _built_in(name: str) -> EngineKind:
-    """A kind of ours. Its module is imported when an engine is built: transformers takes seconds and memory."""
+    """A built-in kind. Its module is imported when an engine is built: transformers takes seconds and memory."""
 
     def build(settings: EngineSettings) -> Engine:
         module: Any = importlib.import_module(f"rollstream.producers.engines.{name}")

@@ -61,7 +61,7 @@ class CommandEnvironment(Environment):
             raise EnvironmentRunError(NO_GATEWAY)
         async with session.gateway.open(session, session.agents[0], is_claimable=False) as rollout:
             tail, code = await self._run(session, rollout)
-            await rollout.settle()
+            await rollout.finish()
         if code:
             what = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
             raise EnvironmentRunError(f"the program ended with {what}: {_last_output(tail, rollout.key)}")
@@ -177,7 +177,7 @@ async def _ended(rollout: OpenedRollout) -> None:
     try:
         await rollout.ended()
     except EnvironmentRunError:
-        return  # raised again by `settle`, or as the exit code
+        return  # raised again by `finish`, or as the exit code
 
 
 def _signal_name(number: int) -> str:

@@ -1,8 +1,8 @@
-"""Runs one program and ends all that it started with itself: `-m ... PARENT MEMORY_MB LINE`.
+"""Runs one program and ends all processes that it started when it ends itself: `-m ... PARENT MEMORY_MB LINE`.
 
 The program has a process group of its own. On Linux the guard is also the subreaper of its descendants: one that leaves
 the group (`setsid`) becomes its child once its own parent has ended, and is killed too. It dies with its parent
-(PDEATHSIG) however that ends, and imports nothing of ours but what its package does.
+(PDEATHSIG) however that ends, and imports nothing of rollstream but what its package does.
 """
 
 import contextlib

@@ -167,7 +167,7 @@ class RolloutKeys:
         return f"{KEY_PREFIX}{name}.{self._mac(rollout_id)}"
 
     def rollout_of(self, key: str) -> str | None:
-        """The rollout that a key is for; None if it is none of ours."""
+        """The rollout that a key is for; None if this gateway did not issue the key."""
         name, dot, mac = key.removeprefix(KEY_PREFIX).rpartition(".")
         if not key.startswith(KEY_PREFIX) or not dot:
             return None

@@ -207,9 +207,9 @@ class PlayedRollout:
     async def ended(self) -> None:
         """See `OpenedRollout`."""
         await asyncio.shield(self._end)
-        await self.settle()
+        await self.finish()
 
-    async def settle(self) -> None:
+    async def finish(self) -> None:
         """See `OpenedRollout`."""
         if self._ending is not None:
             await asyncio.wait({self._ending})

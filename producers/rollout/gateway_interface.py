@@ -101,11 +101,11 @@ class OpenedRollout(Protocol):
     async def ended(self) -> None:
         """Return when the program has ended the rollout, and every call is recorded.
 
-        Raises EnvironmentRunError if the program said that it failed, TurnsExhausted if it asked for too many answers.
+        Raises EnvironmentRunError if the program reported a failure, TurnsExhausted if it asked for too many answers.
         """
         ...
 
-    async def settle(self) -> None:
+    async def finish(self) -> None:
         """The program is gone: return when every call is recorded. Raises as `ended` does."""
         ...
 
@@ -114,9 +114,9 @@ class Gateway(Protocol):
     """Interface that opens rollouts to programs outside."""
 
     def open(self, session: Any, agent: str, *, is_claimable: bool) -> AbstractAsyncContextManager[OpenedRollout]:
-        """Answer calls for the rollout of a Session while inside; a model's name that names no other agent is `agent`.
+        """Answer calls for the rollout of a Session while inside; calls whose model names no other agent are `agent`'s.
 
-        `is_claimable`: whoever asks for any rollout may get this one.
+        `is_claimable`: a claim of any rollout may get this one.
         """
         ...
 
@@ -140,10 +140,10 @@ def by_template(messages: list[dict[str, Any]], tokenizer: Tokenizer, **options:
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **options)
     try:
         return render(messages)
-    except Exception as error:  # templates are programs of the model's maker and raise what they like
+    except Exception as error:  # a template is a program by the model's maker and may raise anything
         other = _with_one_system(messages)
         if other != messages:
-            with contextlib.suppress(Exception):  # the first refusal is told: it is of what was sent
+            with contextlib.suppress(Exception):  # the first refusal is raised: it is about the messages as sent
                 return render(other)
         raise ChatTemplateError(f"messages: the chat template refuses them: {one_line(error)}") from error
 

@@ -122,7 +122,7 @@ def is_list(messages: Any) -> bool:
 
 
 def plain_messages(messages: Sequence[Any]) -> list[Message]:
-    """A copy of a chat's messages, as the log will hold them. Raises EnvironmentRunError if they are none."""
+    """A copy of a chat's messages, as the log will hold them. Raises EnvironmentRunError if they are invalid."""
     found = plain([*messages], "messages") if is_list(messages) else None
     if found is None or not all(isinstance(one, dict) and "role" in one for one in found):
         raise EnvironmentRunError(

@@ -7,9 +7,9 @@ from rollstream.eventlog.log import MAX_METADATA_BYTES
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import ends_now
+from rollstream.producers.ended_runs import NUM_COMMITTED_ENDS, CommitMetadata, EndedRuns
 from rollstream.producers.engines.scripted import MAX_KEPT, ScriptedEngine
 from rollstream.producers.engines.weight_follower import WeightFollower
-from rollstream.producers.run_ends import NUM_COMMITTED_ENDS, CommitMetadata, RunEnds
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.events import GroupStarted, JobSubmitted, LearnerClaimed, RunEnded, TaskCancelled
 from rollstream.schemas.events import WeightsPublished as Published
@@ -41,7 +41,7 @@ def test_ends_of_runs_are_read_back_to_the_offset_in_the_commit_metadata():
         for number in range(NUM_COMMITTED_ENDS + 5):
             await log.send(RunEnded(run_id=f"run-{number}", time_ms=1, cause="completed"))
         ended = []
-        ends = await RunEnds.open(log, ended.append)
+        ends = await EndedRuns.open(log, ended.append)
         await ends.read_back([None])
         assert len(ended) == NUM_COMMITTED_ENDS + 5
         assert counted(log) == {"groups": 50 + NUM_COMMITTED_ENDS + 5}
@@ -52,7 +52,7 @@ def test_ends_of_runs_are_read_back_to_the_offset_in_the_commit_metadata():
         )
         await other_groups(log, 3)
         await log.send(RunEnded(run_id="run-x", time_ms=1, cause="completed"))
-        again = await RunEnds.open(log, ended.append)
+        again = await EndedRuns.open(log, ended.append)
         await again.read_back([metadata, metadata])
         await again.read_back([metadata])
         assert counted(log) == {"groups": 4}
@@ -92,7 +92,7 @@ def test_a_longer_log_takes_no_more_reading_to_be_ready():
         assert read == [0, 0, 0, 0]
 
     async def _has_read_all(process, log):
-        return process.worker._run_ends.metadata(0).groups == (await log.end_offsets("groups"))[0]
+        return process.worker._ended_runs.metadata(0).groups == (await log.end_offsets("groups"))[0]
 
     asyncio.run(go())
 
@@ -138,7 +138,7 @@ def test_cancelled_and_settled_groups_of_ended_runs_are_forgotten():
 
     async def _is_empty(worker):
         (owner,) = worker._owners.values()
-        return not (len(owner._settled) + len(owner._cancelled) + len(owner._runs) + len(owner._unsettled))
+        return not (len(owner._settled) + len(owner._cancelled) + len(owner._runs) + len(owner._in_progress))
 
     asyncio.run(go())
 

@@ -186,7 +186,7 @@ def test_late_ends_by_a_zombie_change_nothing():
     asyncio.run(main())
 
 
-def test_a_zombie_that_goes_on_with_the_group_keeps_nobody_from_settling_it():
+def test_a_zombie_that_goes_on_with_the_group_does_not_keep_the_owner_from_completing_it():
     async def main():
         log = MemoryLog(num_partitions=1)
         zombie = await expelled(r.Wire(log, is_zombie=True))

@@ -13,8 +13,8 @@ from rollstream.eventlog.log import Position, Received, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.processors.assemble import fold as assembly
 from rollstream.producers import partition_owner
+from rollstream.producers.ended_runs import CommitMetadata
 from rollstream.producers.partition_owner import PartitionOwner
-from rollstream.producers.run_ends import CommitMetadata
 from rollstream.producers.takeover import PartitionState, evolve, fold, recover
 from rollstream.schemas import ids
 from rollstream.schemas.errors import TruncatedError

@@ -9,8 +9,8 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.producers.clock import EventClock
+from rollstream.producers.ended_runs import CommitMetadata
 from rollstream.producers.group_execution import WorkerContext
-from rollstream.producers.run_ends import CommitMetadata
 from rollstream.producers.slots import Slots
 from rollstream.producers.steps_writer import StepsWriter
 from rollstream.producers.takeover import recover

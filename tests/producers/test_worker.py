@@ -325,7 +325,7 @@ def test_ticks_are_written_only_while_a_group_is_open():
     asyncio.run(main())
 
 
-def test_the_commit_is_the_oldest_unsettled_task_and_notes_the_oldest_open_group():
+def test_the_commit_is_the_oldest_task_in_progress_with_the_oldest_open_group_as_metadata():
     async def main():
         log = MemoryLog(num_partitions=1)
         rollouts = r.Rollouts()

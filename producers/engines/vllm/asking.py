@@ -39,7 +39,7 @@ def asked(request: GenerationRequest, base: BaseModel, max_new_tokens: int, num_
     }
 
 
-def nums_told(request: GenerationRequest, base: BaseModel) -> tuple[int, ...]:
+def nums_requested(request: GenerationRequest, base: BaseModel) -> tuple[int, ...]:
     """Numbers of the likeliest ids to request with each token; numbers after the first are for further tries.
 
     With `processed_logprobs`, ids that top_p and top_k exclude have probability 0, so all others are what is left.

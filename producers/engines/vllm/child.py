@@ -210,8 +210,8 @@ class Child:
 
 
 def environment(env: Mapping[str, str], *, is_lora: bool) -> dict[str, str]:
-    """Environment variables of the server: those of ours that it needs to find its libraries, devices, models and the
-    network.
+    """Environment variables of the server: those of this process that it needs to find its libraries, devices, models
+    and the network.
     """
     kept = {
         name: value

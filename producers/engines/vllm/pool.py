@@ -261,8 +261,8 @@ class Pool:
         await self._notify()
 
     async def _connect(self, member: PoolMember) -> None:
-        """Reach it, and find out what it can do. A process of ours that should answer and does not is ended: nobody
-        else looks at a server that is down.
+        """Connect to it, and find out what it can do. A child process that does not answer is ended: nothing else
+        checks a server that is down.
         """
         server, child = member.server, member.child
         async with server.changing():

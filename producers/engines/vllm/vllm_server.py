@@ -16,7 +16,7 @@ from rollstream.producers.engines.vllm.asking import (
     completed,
     generated,
     max_bytes_of,
-    nums_told,
+    nums_requested,
 )
 from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.open_calls import Gate, LeftError, OpenCalls, finished, loaded_in_time
@@ -56,7 +56,7 @@ class Server:
         self.versions: dict[str, Version] = {}
         """Versions that it was given and has proven, by name; of full weights the newest alone."""
         self.names: dict[str, None] = {}
-        """Adapters of ours that it has, proven or left by a process before: each takes a slot. The oldest is first."""
+        """Adapters that it has from rollstream, proven or left by an earlier process: each takes a slot. By age."""
         self._named = NamedVersions()
         self._unnamed = Gate()
         """Requests of full weights whose answers do not name them: the weights are replaced while there are none."""
@@ -193,7 +193,7 @@ class Server:
                 raise TryAgainError(self.reason)
 
     async def unload_unused(self, is_kept: Callable[[str], bool]) -> None:
-        """Unload adapters of ours that no request uses and nobody keeps. Raises ModelError, TryAgainError."""
+        """Unload rollstream's adapters that no request uses and nothing keeps. Raises ModelError, TryAgainError."""
         async with self.changing():
             for name in list(self.names):
                 if not self.open[name] and not is_kept(name):
@@ -266,7 +266,7 @@ class Server:
 
         Raises TryAgainError or LostVersionError if another try may succeed, here or elsewhere, else ModelError.
         """
-        *fewer, most = nums_told(request, version.base)
+        *fewer, most = nums_requested(request, version.base)
         self.open[version.name] += 1
         try:
             async with self.requests.until_ended():

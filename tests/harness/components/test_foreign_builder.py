@@ -1,4 +1,4 @@
-"""A builder that is none of ours, with our trainer and adapter: what becomes of its text and its token ids."""
+"""Another package's builder with rollstream's trainer and adapter: how its text and its token ids are trained on."""
 
 import asyncio
 from collections import Counter

@@ -9,7 +9,7 @@ import pytest
 
 from rollstream.harness.cli.job_commands import find_job
 from rollstream.harness.cli.terminal import jobs_table
-from rollstream.harness.components import epochs, run_end
+from rollstream.harness.components import epochs, run_completion
 from rollstream.harness.components.build import components_of
 from rollstream.harness.components.conduct import conduct_components
 from rollstream.harness.components.interfaces import TrajectoryBuilder
@@ -203,10 +203,10 @@ def test_a_trainer_that_does_not_return_is_cancelled_once_its_run_is_over(tmp_pa
                 was_cancelled.set()
 
         async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
-            waiting = asyncio.create_task(run_end.returned(handle, endless(), grace_s=0.01))
+            waiting = asyncio.create_task(run_completion.returned(handle, endless(), grace_s=0.01))
             await handle.begin()
             await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
-            with pytest.raises(run_end.RunFailedError, match="run run-1 stopped"):
+            with pytest.raises(run_completion.RunFailedError, match="run run-1 stopped"):
                 await waiting
             assert was_cancelled.is_set()
 
@@ -217,7 +217,7 @@ def test_a_run_that_fails_before_its_first_epoch_is_on_the_log_as_failed(tmp_pat
     async def scenario() -> list[RunEnded]:
         rig = EpochwiseRig(tmp_path, configuration(tmp_path))
         async with asyncio.timeout(120), rig.services(), await rig.open_run() as handle:
-            await run_end.finalize_run(handle, is_completed=False, message="no dataset" + LONG)
+            await run_completion.finalize_run(handle, is_completed=False, message="no dataset" + LONG)
         assert [event.run_id for event in await rig.events("groups", RunStarted)] == ["run-1"]
         return await rig.events("groups", RunEnded)
 

@@ -1,4 +1,4 @@
-"""The stored form of a run that was started without a file of ours reads as the same configuration."""
+"""The stored form of a run that was started without a file of rollstream's reads as the same configuration."""
 
 from pathlib import Path
 

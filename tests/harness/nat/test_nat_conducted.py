@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.harness.components.run_end import watch_curriculum
+from rollstream.harness.components.run_completion import watch_curriculum
 from rollstream.harness.nat.conducted import conducted
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas.errors import RunFailedError

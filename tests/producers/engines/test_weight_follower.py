@@ -93,7 +93,7 @@ class Rig:
     def files(self):
         return [path for path in Path(self.artifacts.uri).rglob("*") if path.is_file()]
 
-    async def settle(self):
+    async def let_it_work(self):
         """Let the follower do all that it can do now."""
         for _ in range(25):
             await asyncio.sleep(0.01)
@@ -110,7 +110,7 @@ def play(tmp_path, story):
 
         async def start():
             running.append(asyncio.create_task(rig.follower.run()))
-            await rig.settle()
+            await rig.let_it_work()
 
         async with asyncio.timeout(10):
             await story(rig, start)
@@ -131,7 +131,7 @@ def test_a_start_loads_only_the_newest_version_of_the_group_that_is_waited_for(t
         await start()
         assert rig.versions() == []
         await rig.follower.wait_for(GROUP, 2)
-        await rig.settle()
+        await rig.let_it_work()
         assert rig.versions() == [(GROUP, 3)]
         (loaded,) = await rig.loaded()
         assert (loaded.version, loaded.num_skipped, loaded.time_ms, loaded.engine) == (3, 0, 103, "engine-0")
@@ -164,10 +164,10 @@ def test_versions_that_come_while_one_is_loaded_are_skipped_and_counted(tmp_path
         rig.engine.may_load.clear()
         for version in (1, 2, 3, 4):
             await rig.publish(version)
-            await rig.settle()
+            await rig.let_it_work()
         rig.engine.may_load.set()
         await rig.follower.wait_for(GROUP, 4)
-        await rig.settle()
+        await rig.let_it_work()
         assert rig.versions() == [(GROUP, 0), (GROUP, 1), (GROUP, 4)]
         assert [event.num_skipped for event in await rig.loaded()] == [0, 0, 2]
 
@@ -183,7 +183,7 @@ def test_a_lower_term_after_a_higher_claim_is_void(tmp_path, caplog):
         await start()
         await rig.follower.wait_for(GROUP, 0)
         await rig.publish(2, term=1)
-        await rig.settle()
+        await rig.let_it_work()
         assert rig.versions() == [(GROUP, 0)]
         await rig.publish(1, term=2)
         await rig.follower.wait_for(GROUP, 1)
@@ -200,12 +200,12 @@ def test_a_wrong_hash_is_not_loaded_and_is_named_once(tmp_path, caplog):
         await start()
         await rig.follower.wait_for(GROUP, 0)
         await rig.publish(1, is_broken=True)
-        await rig.settle()
+        await rig.let_it_work()
         assert rig.versions() == [(GROUP, 0)]
         assert rig.engine.version(GROUP) == 0
         await rig.publish(2)
         await rig.follower.wait_for(GROUP, 2)
-        await rig.settle()
+        await rig.let_it_work()
         assert [(event.version, event.num_skipped) for event in await rig.loaded()] == [(0, 0), (2, 1)]
 
     play(tmp_path, story)
@@ -221,7 +221,7 @@ def test_an_artifact_that_comes_back_is_loaded_without_a_new_version(tmp_path):
         await rig.publish(0, is_broken=True)
         await start()
         wait = asyncio.create_task(rig.follower.wait_for(GROUP, 0))
-        await rig.settle()
+        await rig.let_it_work()
         assert not wait.done()
         (torn,) = (tmp_path / "artifacts").glob("*/*")
         torn.write_bytes(f"{GROUP} 0 1".encode())
@@ -309,12 +309,12 @@ def test_a_version_collected_while_it_was_loaded_is_skipped_for_the_newest(tmp_p
         await rig.publish(1)
         await asyncio.to_thread(store.is_asked.wait, 10)
         await rig.publish(2)
-        await rig.settle()
+        await rig.let_it_work()
         (first,) = [path for path in rig.files() if path.read_bytes() == f"{GROUP} 1 1".encode()]
         first.unlink()
         store.may_fetch.set()
         await rig.follower.wait_for(GROUP, 1)
-        await rig.settle()
+        await rig.let_it_work()
         assert rig.versions() == [(GROUP, 0), (GROUP, 2)]
 
     with caplog.at_level(logging.INFO):
@@ -335,7 +335,7 @@ def test_an_engine_keeps_the_local_copy_of_the_remote_version_that_it_serves_onl
         for version in (0, 2):
             await rig.publish(version)
             await rig.follower.wait_for(GROUP, version)
-            await rig.settle()
+            await rig.let_it_work()
             assert copies() == [f"{GROUP} {version} 1"]
             if version == 0:
                 await rig.publish(1)
@@ -355,9 +355,9 @@ def test_an_ended_run_is_unloaded_for_the_next_one(tmp_path):
         await start()
         await rig.follower.wait_for(GROUP, 0)
         await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
-        await rig.settle()
+        await rig.let_it_work()
         await rig.publish(1)
-        await rig.settle()
+        await rig.let_it_work()
         assert rig.versions() == [(GROUP, 0)]
         rig.engine.refused.add(GROUP)
         for group in (THIRD, OTHER):
@@ -390,7 +390,7 @@ def test_older_versions_removed_by_retention_are_not_needed(tmp_path):
         await rig.publish(1)
         rig.log.truncate(TopicPartition("weights", 0), 2)
         running = asyncio.create_task(rig.follower.run())
-        await rig.settle()
+        await rig.let_it_work()
         await rig.publish(2)
         await rig.follower.wait_for(GROUP, 2)
         running.cancel()

@@ -1,4 +1,4 @@
-"""End of a run that components conduct: waits for its trainer, brings its job to an end, and exports its model."""
+"""Completes a run that components conduct: waits for its trainer, finalizes its job, and exports its model."""
 
 import asyncio
 import logging
@@ -56,7 +56,7 @@ def _look_at(task: "asyncio.Future[Any]") -> None:
 
 
 def watch_curriculum(handle: RunHandle, trainer: Any) -> None:
-    """Have another package's trainer tell what its curriculum leaves out of each epoch; of which it leaves nothing, the
+    """Have another package's trainer report what its curriculum leaves out of each epoch; if that is all of it, the
     trainer submits nothing.
     """
     choose = trainer.apply_curriculum_learning
@@ -126,7 +126,7 @@ async def finalize_run(handle: RunHandle, *, is_completed: bool, message: str = 
 
 
 async def finish(handle: RunHandle, *, is_completed: bool, message: str = "", logged: str = "") -> Outcome:
-    """Settle a run, export its newest model if it did not fail, write RunEnded if nobody has.
+    """Finalize a run, export its newest model if it did not fail, write RunEnded if nobody has.
 
     `logged`: what others logged meanwhile, for a run that was given nothing to train on.
     """

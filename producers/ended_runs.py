@@ -52,7 +52,7 @@ class CommitMetadata(NamedTuple):
         return None if found is None else cls(int(found["steps"]), found.get("groups"), tuple(found.get("ended", ())))
 
 
-class RunEnds:
+class EndedRuns:
     """Runs that are over, as far as `groups` has been read; `open` it, `follow` it."""
 
     def __init__(self, log: EventLog, reader: LogReader, on_end: Callable[[str], None]) -> None:
@@ -63,7 +63,7 @@ class RunEnds:
         self._read_from = reader.position(GROUPS)
 
     @classmethod
-    async def open(cls, log: EventLog, on_end: Callable[[str], None]) -> "RunEnds":
+    async def open(cls, log: EventLog, on_end: Callable[[str], None]) -> "EndedRuns":
         """Follow `groups` from now on. `on_end` is called for each run that ends, also for those that `read_back`
         finds.
         """

@@ -1,4 +1,4 @@
-"""Libraries of other projects that are loaded, and those that are not."""
+"""Optional dependencies: which of them a learner loads."""
 
 import subprocess
 import sys
