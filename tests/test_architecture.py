@@ -123,7 +123,7 @@ def forbidden_imports(path: Path, root: Path = ROOT) -> list[str]:
 
 
 def unneeded_permissions(paths: Iterable[Path], only_in: Mapping[str, set[str]], root: Path = ROOT) -> list[str]:
-    """Packages of ours that may import what none of their files imports."""
+    """Packages of rollstream that may import a library that none of their files imports."""
     used = {(name.split(".")[0], package_of(path, root)) for path in paths for _, name in imports_of(path)}
     return [
         f"{package} may import {name}"

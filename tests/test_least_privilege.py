@@ -212,7 +212,7 @@ def test_commands_that_only_look_need_no_more_than_to_read(lab: Lab, tmp_path: P
     assert str(tmp_path) in lab.output_of("auditor", "rebuild", "--output", str(tmp_path / "metrics.duckdb"))
     lab.output_of("auditor", "gc", "--dry-run")
     done = lab.command("auditor", "dlq", "redrive", "--force", "0")
-    assert_told(done.exception, "auditor", "Write of a topic, or IdempotentWrite of the cluster")
+    assert_reported(done.exception, "auditor", "Write of a topic, or IdempotentWrite of the cluster")
 
 
 @pytest.mark.kafka
@@ -267,13 +267,13 @@ def test_a_right_that_the_operator_lacks_is_one_error(
     if arguments[0] == "stop":
         lab.work("operator", lambda log: begin(log, arguments[1]))
     done = lab.command(guest, *(lab.letter_of(name) if one == "LETTER" else one for one in arguments))
-    assert_told(done.exception, guest, f"{operation} of topic {PREFIX}{name}.v1")
+    assert_reported(done.exception, guest, f"{operation} of topic {PREFIX}{name}.v1")
     assert done.exit_code == 1
     if arguments[0] == "stop":
         lab.output_of("operator", *arguments)
 
 
-def assert_told(error: BaseException | None, guest: str, right: str) -> None:
+def assert_reported(error: BaseException | None, guest: str, right: str) -> None:
     assert isinstance(error, AccessDeniedError), error
     assert f"User:{guest} lacks the right {right}; allow it with kafka-acls" in str(error)
     assert "\n" not in str(error)
@@ -288,7 +288,7 @@ def test_weights_are_kept_if_their_removal_cannot_be_recorded(lab: Lab) -> None:
     unneeded = unneeded_in(store, "guest/policy")
     with pytest.raises(AccessDeniedError) as caught:
         lab.work("guest7", lambda log: remove(log, store, unneeded))
-    assert_told(caught.value, "guest7", f"Write of topic {PREFIX}weights.v1")
+    assert_reported(caught.value, "guest7", f"Write of topic {PREFIX}weights.v1")
     assert unneeded.weights.keys() <= store.listing().keys()
 
 
@@ -321,7 +321,7 @@ def test_a_right_that_the_endpoint_lacks_ends_it_with_one_error(
     )
     with pytest.raises(AccessDeniedError) as caught:
         asyncio.run(asyncio.wait_for(endpoint_service.serve(settings), WAIT_S))
-    assert_told(caught.value, guest, reported)
+    assert_reported(caught.value, guest, reported)
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 

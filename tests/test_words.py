@@ -17,6 +17,8 @@ from tests.rigs.sources.words import STAYS, banned_words, texts, unneeded
         "for workplace in (): ...",
         "steer = 1",
         "def load(environ): ...",
+        "async def _settle(): ...",
+        "import a as run_ends",
         "place = 1",
         "self.marks = 1",
         "def _note(): ...",
@@ -38,6 +40,8 @@ from tests.rigs.sources.words import STAYS, banned_words, texts, unneeded
         'raise ValueError(f"{name} is no number")',
         '"""Records that are no events."""',
         '"""The last line was\nno error."""',
+        '"""The topic; None if it is none of ours."""',
+        "x = 1  # A group without a run is nobody's",
         'def planted():\n    """What a task holds."""',
         'class Planted:\n    """Of a group. Each has one."""',
         'size = 1\n"""By partition: how many."""',
@@ -68,6 +72,48 @@ def test_plain_english_with_no_is_allowed(text: str, plant: Plant) -> None:
 @pytest.mark.parametrize("line", ['"""What is a group? Rollouts of one task."""', 'text = "What a task holds."'])
 def test_a_question_and_a_text_may_begin_without_a_main_clause(line: str, plant: Plant) -> None:
     assert not banned_words(plant("tests/planted.py", f"new_status = 1\n{line}\n"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_a_name_that_is_no_number_is_refused",
+        "test_records_are_no_events",
+        "is_no_number",
+        "test_the_last_line_was_no_error",
+        "test_it_is_said_where_a_key_is_missing",
+        "test_a_full_disk_is_told",
+        "test_a_log_says_so",
+        "assert_told",
+        "_tells_a_secret",
+        "test_what_is_gone_is_raised",
+        "test_who_starts_a_broker_stops_it",
+        "test_whatever_fails_is_logged",
+        "what_is_done",
+    ],
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_planted_function_name_without_subject_or_with_told_is_found(name: str, kind: str, plant: Plant) -> None:
+    (found,) = banned_words(plant("tests/test_planted.py", f"tells = new_status = 1\n{kind} {name}(): ...\n"))
+    assert found.startswith(f"2: {name} -> ")
+    assert not banned_words(plant("tests/test_planted.py", f"{name} = 1\n")), "variables are other names"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_an_undecodable_record_is_dead_lettered",
+        "test_an_epoch_waits_while_there_is_no_task",
+        "test_an_ended_run_is_no_longer_followed",
+        "test_a_what_if_trains_again",
+        "test_what_if_runs_are_listed",
+        "what_if",
+        "whole",
+        "essay",
+    ],
+)
+def test_a_plain_function_name_is_allowed(name: str, plant: Plant) -> None:
+    assert not banned_words(plant("tests/test_planted.py", f"def {name}(): ...\n"))
 
 
 def test_a_word_of_classes_or_functions_is_allowed_in_other_names(plant: Plant) -> None:

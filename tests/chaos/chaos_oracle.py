@@ -1,4 +1,4 @@
-"""Expected results of a workload, derived record by record from the rules of the design; uses no fold of ours.
+"""Expected results of a workload, derived record by record from the rules of the design; uses none of the folds.
 
 The rules of a steps partition:
 - Only a group's first GroupStarted opens it; what lies before it does not count.

@@ -62,7 +62,7 @@ def test_a_version_begins_at_the_rating_of_the_version_below_it() -> None:
     assert table[v(8)] == table[v(3)] == INITIAL + K / 2
 
 
-def test_whoever_plays_itself_is_not_rated_and_counts_by_seat() -> None:
+def test_a_match_against_itself_is_not_rated_and_counts_by_seat() -> None:
     matches = matches_of([closed(games=[((v(1), 1.0), (v(1), 0.0))])])
     assert elo(matches) == {}
     assert by_seat(matches)[(v(1), "X", v(1))].mean_score == 1.0

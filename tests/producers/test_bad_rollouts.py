@@ -121,21 +121,21 @@ class Speechless(Exception):
     ],
 )
 def test_any_text_of_an_error_can_be_recorded(play_on_a_log, error, message):
-    @register_environment("test_says_it_badly")
-    async def says_it_badly(session):
+    @register_environment("test_fails_unreadably")
+    async def fails_unreadably(session):
         raise error
 
-    failed = play_on_a_log(task_of("test_says_it_badly"))
+    failed = play_on_a_log(task_of("test_fails_unreadably"))
     assert failed.cause == "environment_error"
-    assert re.fullmatch(f"environment test_says_it_badly: {message}", failed.message)
+    assert re.fullmatch(f"environment test_fails_unreadably: {message}", failed.message)
 
-    @register_reward("test_says_it_badly")
+    @register_reward("test_fails_unreadably")
     def judge(rollout):
         raise error
 
-    failed = play_on_a_log(task_of(rewards=("test_says_it_badly",)))
+    failed = play_on_a_log(task_of(rewards=("test_fails_unreadably",)))
     assert failed.cause == "reward_error"
-    assert re.fullmatch(f"reward test_says_it_badly raised {message}", failed.message)
+    assert re.fullmatch(f"reward test_fails_unreadably raised {message}", failed.message)
 
 
 # ---- what never stops ----
@@ -152,7 +152,7 @@ async def calls_tools(session):
         await session.tool("look", "", "nothing")
 
 
-async def calls_with_what_is_no_json(session):
+async def calls_with_invalid_json(session):
     while True:
         with contextlib.suppress(Exception):
             await session.tool("look", "", object())
@@ -164,7 +164,7 @@ async def rewards_nobody(session):
             await session.reward(1.0, agent="eve")
 
 
-@pytest.mark.parametrize("forever", [asks_again, calls_tools, calls_with_what_is_no_json, rewards_nobody])
+@pytest.mark.parametrize("forever", [asks_again, calls_tools, calls_with_invalid_json, rewards_nobody])
 def test_an_environment_that_never_stops_keeps_no_other_from_its_turn(play_on_a_log, forever):
     name = f"test_{forever.__name__}"
     register_environment(name)(forever)
@@ -276,8 +276,8 @@ def test_changes_of_an_example_by_an_environment_do_not_reach_the_next_member(pl
 # ---- what users' code tells of its process's variables ----
 
 
-@register_environment("test_tells_a_secret")
-async def tells_a_secret(session):
+@register_environment("test_raises_a_secret")
+async def raises_a_secret(session):
     raise KeyError(os.environ["MY_SECRET"])
 
 
@@ -289,7 +289,7 @@ def scores_a_secret(rollout):
 @pytest.mark.parametrize(
     "task",
     [
-        task_of("test_tells_a_secret"),
+        task_of("test_raises_a_secret"),
         task_of("test_speaks", environment_config={"size": 1}, rewards=("test_scores_a_secret",)),
         task_of(
             "test_speaks",

@@ -39,7 +39,7 @@ class Said(TrajectoryBuilder):
 
 
 @register_trajectory_builder(config_type=SaidConfig)
-async def build_said(config, builder):
+async def build_answers(config, builder):
     yield Said(config)
 
 

@@ -21,7 +21,7 @@ def game(project: Any) -> dict[str, Any]:
     return configuration | {"workflow": "python:game.digits"}
 
 
-def what_came_of(project: Any) -> dict[str, list[dict[str, Any]]]:
+def results_of(project: Any) -> dict[str, list[dict[str, Any]]]:
     """Versions by hash, and what was trained in which order, attempts aside."""
     queries = {
         "versions": "SELECT version, weights_sha256 FROM weight_versions ORDER BY version",
@@ -57,6 +57,6 @@ def test_a_run_that_is_killed_at_every_place_equals_one_that_is_not(two_projects
         command.wait()
     resumed = killed.run("finetune", "--config_file", str(config), "--resume", RUN_ID)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr + killed.logs()
-    expected = what_came_of(calm)
+    expected = results_of(calm)
     assert len(expected["versions"]) > EPOCHS // 2
-    assert what_came_of(killed) == expected
+    assert results_of(killed) == expected

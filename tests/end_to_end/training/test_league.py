@@ -30,7 +30,7 @@ def game(project: Any) -> dict[str, Any]:
     return configuration | {"workflow": "tic_tac_toe_self_play"}
 
 
-def what_came_of(project: Any) -> dict[str, list[dict[str, Any]]]:
+def results_of(project: Any) -> dict[str, list[dict[str, Any]]]:
     queries = {
         "versions": "SELECT version, weights_sha256 FROM weight_versions ORDER BY version",
         "ratings": "SELECT player, rating, num_matches FROM league_ratings",
@@ -57,8 +57,8 @@ def test_a_league_that_is_killed_has_the_ratings_of_one_that_is_not(two_projects
     finally:
         command.kill()
         command.wait()
-    expected = what_came_of(calm)
-    assert what_came_of(killed) == expected
+    expected = results_of(calm)
+    assert results_of(killed) == expected
     played = {row["opponent"] for row in expected["payoffs"]}
     assert "scripted:perfect" in played
     assert len([player for player in played if "@" in player]) > EPOCHS, "newest and past versions"

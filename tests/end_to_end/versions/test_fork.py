@@ -23,7 +23,7 @@ def test_a_fork_begins_with_the_weights_of_its_parents_version(project: Any) -> 
     assert versions[0]["sha"] == before[1]["sha"]
     assert versions[1]["sha"] != before[2]["sha"]
     assert project.rows(VERSIONS.format(parent)) == before
-    assert_the_lineage_is_told(project, parent, child)
+    assert_the_lineage_is_reported(project, parent, child)
     assert_wrong_forks_are_refused(project, without, parent)
 
 
@@ -36,7 +36,7 @@ def finished(project: Any, configuration: dict[str, Any], *options: str) -> str:
     return json.loads(project.result.read_text())["run_id"]
 
 
-def assert_the_lineage_is_told(project: Any, parent: str, child: str) -> None:
+def assert_the_lineage_is_reported(project: Any, parent: str, child: str) -> None:
     listed = {line.split()[0]: line for line in project.run("runs").stdout.splitlines()}
     assert listed[child].endswith(f"{parent}@1")
     assert f"{parent}@" not in listed[parent]

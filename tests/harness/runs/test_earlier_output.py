@@ -91,7 +91,7 @@ def test_a_folder_that_the_base_model_comes_from_stays_whole(written: dict[str, 
     assert names(output) == set(MODEL)
 
 
-def test_configuration_files_without_a_model_are_nobodys_run(written: dict[str, Any], output: Path) -> None:
+def test_configuration_files_without_a_model_are_not_an_earlier_run(written: dict[str, Any], output: Path) -> None:
     leave(output, "config.json", "tokenizer.json")
     assert move_earlier_output(config_file.resolve(written).config) is None
     assert names(output) == {"config.json", "tokenizer.json"}

@@ -61,7 +61,7 @@ def ask_what_if(stored: Stored, **options: Any) -> None:
     asyncio.run(go())
 
 
-def assert_told(stored: Stored, message: str) -> None:
+def assert_reported(stored: Stored, message: str) -> None:
     for word in (
         f"python:{stored.module}.Config",
         "trainers.t._type",
@@ -78,14 +78,14 @@ def assert_told(stored: Stored, message: str) -> None:
 def test_a_what_if_of_a_run_that_names_code_is_refused_and_names_it(stored: Stored) -> None:
     with pytest.raises(NotAllowedError) as refused:
         ask_what_if(stored)
-    assert_told(stored, str(refused.value))
+    assert_reported(stored, str(refused.value))
 
 
 def test_a_run_that_names_code_which_the_users_file_does_not_is_not_resumed(stored: Stored) -> None:
     loaded = config_file.resolve(stored.written)
     with pytest.raises(NotAllowedError) as refused:
         asyncio.run(open_run(stored.log, loaded, "run-1"))
-    assert_told(stored, str(refused.value))
+    assert_reported(stored, str(refused.value))
 
 
 def test_code_of_a_trusted_configuration_is_imported(stored: Stored) -> None:

@@ -253,7 +253,7 @@ def test_a_run_can_be_replayed_forked_and_exported_after_its_unneeded_weights_ar
 
     asyncio.run(assert_replays_are_equal(recorded))
     asyncio.run(assert_only_kept_versions_are_forked(recorded))
-    asyncio.run(assert_an_export_says_what_was_gone(recorded))
+    asyncio.run(assert_an_export_lists_missing_artifacts(recorded))
 
 
 async def assert_replays_are_equal(recorded: Recorded) -> None:
@@ -278,7 +278,7 @@ async def assert_only_kept_versions_are_forked(recorded: Recorded) -> None:
             await check_fork(recorded.log, recorded.artifacts, config, parse_fork(f"{RUN}@{version}"))
 
 
-async def assert_an_export_says_what_was_gone(recorded: Recorded) -> None:
+async def assert_an_export_lists_missing_artifacts(recorded: Recorded) -> None:
     folder = recorded.folder / "export"
     manifest = await export_run(recorded.log, RUN, folder, artifacts=recorded.artifacts, with_weights=True)
     gone = [artifact.what for artifact in manifest.artifacts if artifact.file is None]

@@ -140,7 +140,7 @@ def running(workspace: Path, found: list[Event]) -> Iterator[Callable[[Event], N
 
 
 @pytest.mark.parametrize("sql", REFUSED)
-def test_whatever_is_not_a_plain_select_is_refused(sql: str, database: Database, tmp_path: Path) -> None:
+def test_a_statement_other_than_a_plain_select_is_refused(sql: str, database: Database, tmp_path: Path) -> None:
     (tmp_path / "secret.csv").write_text("a\n1\n")
     secret = [1]  # noqa: F841  (a Python variable, which SQL must not see)
     with pytest.raises(QueryError) as error:

@@ -253,7 +253,7 @@ RUNS, RECORDS, EPOCH = 200, 2_000_000, 99
 
 
 def history(run, num_records, *, is_submitted):
-    """About so many events of a run that comes to its end; of a submitted one, some groups are nobody's."""
+    """About so many events of a run that comes to its end; of a submitted one, some groups are in no submission."""
     common = {"run_id": run, "time_ms": 0}
     planning = "submitted" if is_submitted else "stream"
     plan = PlanSettings(planning=planning, tasks_per_epoch=EPOCH, num_epochs=10**6, num_generations=1)

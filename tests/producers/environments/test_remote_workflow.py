@@ -202,7 +202,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("way", BROKEN)
-def test_whatever_goes_wrong_there_is_a_failed_attempt_with_its_cause(play, way):
+def test_any_failure_of_the_server_is_a_failed_attempt_with_its_cause(play, way):
     answer, message = BROKEN[way]
     path = "/elsewhere" if way == "no such path" else "/v1/workflow/full"
     played, _ = ask(play, answer, path=path, endpoint_timeout=0.5 if way == "too slow" else 20.0)

@@ -11,7 +11,7 @@ import pytest
 from rollstream.producers.engines.scripted import ScriptedTokenizer
 from rollstream.producers.openai.anthropic import parse_count, parse_messages
 from rollstream.producers.openai.requests import Refusal
-from tests.producers.openai.test_openai_endpoint import GROUP, SECRET, says, serving
+from tests.producers.openai.test_openai_endpoint import GROUP, SECRET, answering, serving
 
 ASK = {"model": "policy", "max_tokens": 128, "messages": [{"role": "user", "content": "3+4=?"}]}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
@@ -35,7 +35,7 @@ async def events_of(lab, path, body):
 
 def test_a_message_has_its_text_usage_and_exact_ids(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("7")) as lab:
+        async with serving(tmp_path, answering("7")) as lab:
             answer = await post(lab, "/messages", ASK | {"system": "Add."})
             assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "policy")
             assert answer["content"] == [{"type": "text", "text": "7"}]
@@ -56,7 +56,7 @@ def test_a_message_has_its_text_usage_and_exact_ids(tmp_path):
 
 def test_token_limits_and_stop_sequences_have_different_stop_reasons(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("12;rest")) as lab:
+        async with serving(tmp_path, answering("12;rest")) as lab:
             stopped = await post(lab, "/messages", ASK | {"stop_sequences": ["#", ";"]})
             assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", ";")
             assert stopped["content"] == [{"type": "text", "text": "12"}]
@@ -70,7 +70,7 @@ def test_tools_are_called_and_their_results_come_back(tmp_path):
     sampled = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
     async def scenario():
-        async with serving(tmp_path, says(sampled)) as lab:
+        async with serving(tmp_path, answering(sampled)) as lab:
             answer = await post(lab, "/messages", ASK | {"tools": [TOOL], "tool_choice": {"type": "auto"}})
             text, call = answer["content"]
             assert (answer["stop_reason"], text["text"], call["name"]) == ("tool_use", "Well.", "add")
@@ -93,7 +93,7 @@ def test_a_stream_of_a_message_is_named_events_that_make_up_the_message(tmp_path
     sampled = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
     async def scenario():
-        async with serving(tmp_path, says(sampled)) as lab:
+        async with serving(tmp_path, answering(sampled)) as lab:
             events = await events_of(lab, "/messages", ASK | {"tools": [TOOL], "stream": True})
             found = [json.loads(event["data"]) for event in events]
             assert [event["event"] for event in events] == [event["type"] for event in found]
@@ -110,7 +110,7 @@ def test_a_stream_of_a_message_is_named_events_that_make_up_the_message(tmp_path
 
 def test_a_completion_goes_on_from_text_or_from_ids_as_they_are(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("7")) as lab:
+        async with serving(tmp_path, answering("7")) as lab:
             by_text = await post(lab, "/completions", {"model": "policy", "prompt": "3+4="})
             choice = by_text["choices"][0]
             assert (by_text["object"], choice["text"], choice["finish_reason"]) == ("text_completion", "7", "stop")
@@ -130,7 +130,7 @@ def test_a_completion_goes_on_from_text_or_from_ids_as_they_are(tmp_path):
 
 def test_either_clients_key_is_taken_and_errors_have_the_routes_shape(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("7"), token=SECRET) as lab:
+        async with serving(tmp_path, answering("7"), token=SECRET) as lab:
             for headers in ({"X-Api-Key": SECRET}, {"Authorization": f"Bearer {SECRET}"}):
                 await post(lab, "/messages", ASK, headers=headers)
             for headers in ({}, {"X-Api-Key": "wrong"}, {"Authorization": SECRET}, {"X-Api-Key": f"Bearer {SECRET}"}):

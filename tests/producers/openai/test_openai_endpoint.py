@@ -124,7 +124,7 @@ def usage_of(answer: ChatCompletion | ChatCompletionChunk) -> CompletionUsage:
     return answer.usage
 
 
-def says(text):
+def answering(text):
     return lambda prompt, rng, version: (text, -0.5)
 
 
@@ -138,7 +138,7 @@ def assert_exact(logprobs, *, prompt, text, version=0):
 
 def test_the_openai_client_gets_text_usage_logprobs_and_exact_ids(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("7")) as lab, lab.client() as client:
+        async with serving(tmp_path, answering("7")) as lab, lab.client() as client:
             answer = await client.chat.completions.create(model="policy", messages=ASK, logprobs=True, top_logprobs=1)
             choice = answer.choices[0]
             assert (choice.message.content, choice.finish_reason, answer.model) == ("7", "stop", "policy")
@@ -154,7 +154,7 @@ def test_the_openai_client_gets_text_usage_logprobs_and_exact_ids(tmp_path):
 
 def test_langchain_keeps_the_ids_in_the_response_metadata_streamed_or_not(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("42")) as lab:
+        async with serving(tmp_path, answering("42")) as lab:
             for streaming in (False, True):
                 async with lab.langchain(streaming=streaming, max_completion_tokens=8, temperature=0.4) as model:
                     message = await model.ainvoke([("system", "Add."), ("human", [{"type": "text", "text": "4+38"}])])
@@ -172,7 +172,7 @@ def test_langchain_keeps_the_ids_in_the_response_metadata_streamed_or_not(tmp_pa
 
 def test_answers_that_are_trained_on_are_sampled_at_the_temperature_of_the_loss(tmp_path, caplog):
     async def scenario():
-        async with serving(tmp_path, says("7"), temperature=0.4, algorithm="cispo") as lab, lab.client() as client:
+        async with serving(tmp_path, answering("7"), temperature=0.4, algorithm="cispo") as lab, lab.client() as client:
             ask = client.chat.completions.create
             for other in (0.0, 0.3, 1.0):
                 with pytest.raises(
@@ -220,7 +220,7 @@ def test_choices_stop_texts_limits_and_seeds(tmp_path):
 
 def test_a_stream_ends_with_its_reason_and_usage(tmp_path):
     async def scenario():
-        async with serving(tmp_path, says("12")) as lab, lab.client() as client:
+        async with serving(tmp_path, answering("12")) as lab, lab.client() as client:
             stream = await client.chat.completions.create(
                 model="policy", messages=ASK, stream=True, stream_options={"include_usage": True}
             )
@@ -237,7 +237,7 @@ def test_tool_calls_are_read_only_when_tools_were_offered(tmp_path):
     text = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
     async def scenario():
-        async with serving(tmp_path, says(text)) as lab, lab.client() as client:
+        async with serving(tmp_path, answering(text)) as lab, lab.client() as client:
             ask = client.chat.completions.create
             plain = (await ask(model="policy", messages=ASK)).choices[0]
             assert (plain.message.content, plain.message.tool_calls) == (text, None)

@@ -15,7 +15,7 @@ from rollstream.schemas.events import TaskRequested
 from tests.rigs.runs.recorded_run import EPOCHS, RecordedRun, batches_of, hashes_of, rollouts_of
 
 REWARD = """
-def told_apart(rollout):
+def by_seed(rollout):
     return float(rollout.seed % 1009)
 """
 
@@ -82,6 +82,6 @@ def test_a_what_if_has_the_groups_that_were_played_and_no_others(refilled):
 def test_a_what_if_whose_rewards_vary_within_flat_groups_trains_no_more_than_a_batch(refilled, tmp_path, monkeypatch):
     (tmp_path / "refill_rewards.py").write_text(REWARD)
     monkeypatch.syspath_prepend(str(tmp_path))
-    builder = {"rewards": ["python:refill_rewards.told_apart"], "reward_weights": {"task": 0.0}}
+    builder = {"rewards": ["python:refill_rewards.by_seed"], "reward_weights": {"task": 0.0}}
     events = what_if_events(refilled, {"trajectory_builders": {"rollouts": builder}})
     assert groups_of(events) == [["t00000", "t00001"]] * EPOCHS

@@ -81,7 +81,7 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def file_of(name: str, root: Path = ROOT) -> Path | None:
-    """The file of a dotted name of ours: a module, or what holds the name."""
+    """The file of a dotted name of rollstream: a module, or the one that defines the name."""
     parts = name.split(".")[1:]
     while parts:
         base = root.joinpath(*parts)
@@ -93,7 +93,7 @@ def file_of(name: str, root: Path = ROOT) -> Path | None:
 
 
 def arrows(paths: Iterable[Path], root: Path = ROOT) -> dict[str, set[str]]:
-    """The files of ours that a file imports, by file."""
+    """The files of the tree that a file imports, by file."""
     found: dict[str, set[str]] = {}
     for path in paths:
         for _, name in imports_of(path):
@@ -261,7 +261,7 @@ GIVEN_BY = {
     "ChatTokenizer": "TransformersSettings",
     "TextTokenizer": "OpenAIEngine",
 }
-"""The name of ours through which a suite gets an implementation, by implementation."""
+"""The name through which a suite gets an implementation, by implementation."""
 
 
 def used_by(suites: Iterable[Path]) -> set[str]:

@@ -67,8 +67,11 @@ NAMES = {
     "place": "location, path, position, address",
     "places": "locations, paths, positions, addresses",
     "room": "space, capacity, what is left of it",
+    "run_end": "run_completion, outcome",
+    "run_ends": "ended_runs",
     "said": "message, text, output, answer",
     "say": "report, print, notify",
+    "settle": "complete, finish, resolve",
     "spoken": "text_ids, answer, rollout",
     "spread": "reward_range, to_tokens",
     "steer": "adaptive",
@@ -91,6 +94,12 @@ CLASSES = {
 """Whole names of classes alone: functions and variables have these words in their common meaning."""
 FUNCTIONS = {"until": "wait_until, retry_until"}
 """Whole names of functions alone: a parameter has the word as range and slice have stop."""
+SHAPES = {
+    r"(^|_)(?<!there_)(is|are|was|were)_no_(?!(longer|more|less|fewer)(_|$))": "is not a, has no, is invalid",
+    r"(^|_)(tell|tells|told|say|says|said)(_|$)": "report, return, log, raise, record",
+    r"^(test_)?(what|whatever|who|whoever)_(?!if(_|$))": "the subject itself: a record, a run, an error",
+}
+"""Patterns of names of functions, tests included, with what replaces them: a name has a subject, a verb, an outcome."""
 TEXT = {
     r"anew": "again",
     r"barren": "untrainable",
@@ -100,6 +109,7 @@ TEXT = {
     r"for ?ever": "without end, until ...",
     r"(?<!there\s)(?<!there\s{5})(is|are|was|were) no (?!(longer|more|less|fewer)\b)\w+": "is not a, is not an",
     r"let the world know": "report",
+    r"(is|are) (none of (ours|theirs)|nobody's|no one's)": "is not built in, was not issued here, has no owner",
     r"reckon(s|ed)?": "compute",
     r"it said nothing": "no log output",
     r"seldom": "rarely",
@@ -163,6 +173,8 @@ def _in_names(stem: str, tree: ast.Module) -> Iterator[tuple[int, str, str]]:
         own = CLASSES if (line, name) in classes else FUNCTIONS if (line, name) in functions else {}
         names = own | NAMES
         banned = names.get(snake) or next((NAME_PARTS[one] for one in snake.split("_") if one in NAME_PARTS), None)
+        if banned is None and (line, name) in functions:
+            banned = next((better for shape, better in SHAPES.items() if re.search(shape, snake)), None)
         if banned is not None:
             yield line, name, banned
 

@@ -206,7 +206,7 @@ def with_key(written: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     if annotation is CustomSettings:
-        return  # its keys are those of an algorithm that is none of ours
+        return  # its keys are those of a user's algorithm
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif typing.get_origin(annotation) not in (dict, list, tuple):

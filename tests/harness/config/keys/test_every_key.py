@@ -220,7 +220,7 @@ def test_every_key_has_an_effect_or_is_refused_or_logged(
     base: dict[str, Any], variant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     written = VARIANTS[variant](base)
-    before = what_is_done(config_file.resolve(written))
+    before = effects_of(config_file.resolve(written))
     silent = [key for key, value in table_of(written).items() if answer(written, before, key, value, caplog) == ""]
     assert not silent, f"{variant}: " + ", ".join(silent)
 
@@ -230,7 +230,7 @@ def test_every_key_has_an_effect_somewhere(base: dict[str, Any], caplog: pytest.
     effective: set[str] = set()
     for change in VARIANTS.values():
         written = change(base)
-        before, table = what_is_done(config_file.resolve(written)), table_of(written)
+        before, table = effects_of(config_file.resolve(written)), table_of(written)
         keys |= table.keys()
         left = {key: value for key, value in table.items() if key not in effective}
         effective |= {key for key, value in left.items() if answer(written, before, key, value, caplog) == "effect"}
@@ -243,7 +243,7 @@ def answer(
     key: str,
     value: Any,
     caplog: pytest.LogCaptureFixture,
-    done: Callable[[dict[str, Any]], Any] = lambda written: what_is_done(config_file.resolve(written)),
+    done: Callable[[dict[str, Any]], Any] = lambda written: effects_of(config_file.resolve(written)),
 ) -> str:
     """`effect`, `error` or `told`; empty if a key is changed and nobody says a word."""
     values = [value, not value] if isinstance(value, bool) else [value]
@@ -277,7 +277,7 @@ def _one_answer(
     return "told" if any(f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}.") for path in paths) else ""
 
 
-def what_is_done(loaded: Loaded, workspace: Path = Path(".rollstream")) -> Any:
+def effects_of(loaded: Loaded, workspace: Path = Path(".rollstream")) -> Any:
     """All that a configuration comes to. Raises ConfigError."""
     config = loaded.config
     builder = config.builder
@@ -307,7 +307,7 @@ def what_is_done(loaded: Loaded, workspace: Path = Path(".rollstream")) -> Any:
         ],
         "output": [config.finetuning.output_dir, config.adapter.export_untrained],
         "conducted": _conducted(loaded) if config.trainer.planning == "submitted" else "streamed",
-        "builder": _told_to_another_builder(loaded),
+        "builder": _settings_for_another_builder(loaded),
         "artifacts": location.artifact_uri,
         "workspace": location.workspace,
         "token": config.served and config.served.token is not None and token_of(config, workspace, os.environ),
@@ -364,7 +364,7 @@ def _conducted(loaded: Loaded) -> Any:
     ]
 
 
-def _told_to_another_builder(loaded: Loaded) -> Any:
+def _settings_for_another_builder(loaded: Loaded) -> Any:
     """Settings that another package's builder may read in its `initialize`."""
     if is_ours(block_of(loaded.finetune, "trajectory_builder")):
         return None

@@ -16,7 +16,7 @@ from nat.utils.data_models.schema_validator import validate_schema
 from rollstream.harness.nat.handover import complete, loaded_of, repair
 from rollstream.harness.services.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
-from tests.harness.config.keys.test_every_key import EPOCHWISE, answer, base, changed_by, table_of, what_is_done
+from tests.harness.config.keys.test_every_key import EPOCHWISE, answer, base, changed_by, effects_of, table_of
 
 __all__ = ["base"]
 VARIANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -94,7 +94,7 @@ def under_nat(written: dict[str, Any]) -> Any:
         loaded = loaded_of(finetune)
         workspace = finetune.run_configuration.config_file.trainer_adapters["a"].workspace
         Workspace(workspace).create()
-        return what_is_done(loaded, workspace)
+        return effects_of(loaded, workspace)
 
 
 def handed_over(written: dict[str, Any], context: click.Context | None = None, **options: Any) -> Any:
