@@ -3,6 +3,7 @@
 import re
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -14,6 +15,7 @@ pytestmark = [pytest.mark.slow]
 BAD_ENVIRONMENTS = """
 import asyncio
 
+from rollstream.producers import Environment
 from rollstream.producers.rollout.session import Session
 
 
@@ -36,7 +38,26 @@ def nan(rollout: object) -> float:
 
 def looks_in_vain(rollout: object) -> float:
     raise KeyError("no such key")
+
+
+class Maze(Environment):
+    async def run(self, session: Session) -> None:
+        await session.chat([{"role": "user", "content": "?"}])
+        self.step("north")
+
+    def step(self, move: str) -> None:
+        self.place = neighbour(move)
+
+
+def neighbour(move: str) -> str:
+    return looked_up({"south": "hall"}, move)
+
+
+def looked_up(rooms: dict[str, str], move: str) -> str:
+    return rooms[move]
 """
+FAILURES = "SELECT cause, message, count(*) FROM rollouts GROUP BY ALL"
+"""The query that docs/extending.md names for failed rollouts."""
 
 
 def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -180,3 +201,38 @@ def test_an_evaluator_that_raises_is_reported_by_its_path_while_the_run_continue
     assert "looks_in_vain" in log.split("Traceback", 1)[1], "the traceback is in the log"
     causes = project.rows("SELECT outcome, cause, count(*) AS n FROM outcomes GROUP BY 1, 2")
     assert [(row["outcome"], row["cause"], row["n"]) for row in causes] == [("failed", "reward_error", 4 * 4)]
+
+
+@pytest.mark.kafka
+def test_a_key_error_two_calls_deep_is_found_at_once_and_by_the_documented_query(project: Any) -> None:
+    (project.folder / "bad.py").write_text(BAD_ENVIRONMENTS)
+    configuration = project.configuration(num_epochs=1, max_attempts=1)
+    configuration["workflow"] = "python:bad.Maze"
+    running = project.start("finetune", "--config_file", str(project.write(configuration)))
+    line = BAD_ENVIRONMENTS.splitlines().index("    return rooms[move]") + 1
+    message = f"environment python:bad.Maze: KeyError (bad.py line {line}, in looked_up): 'north'"
+    try:
+        deadline = time.monotonic() + 120
+        while message not in project.output() and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert running.poll() is None, f"reported before the run's end: {project.output()}"
+        assert running.wait(120) == 1, project.output()
+    finally:
+        running.terminate()
+        running.wait(60)
+    output = project.output()
+    assert "Traceback" not in output
+    assert output.index(f"ERROR: producers-1: {message}\n") < output.index("\nerror: run "), output
+    log = (project.workspace / "logs" / "producers-1.log").read_text()
+    frames = log.split("Traceback", 1)[1].split("KeyError: 'north'", 1)[0]
+    assert [frames.count(f", in {name}\n") for name in ("run", "step", "neighbour", "looked_up")] == [1, 1, 1, 1], (
+        frames
+    )
+    assert f'bad.py", line {line}, in looked_up' in frames
+    documents = Path(__file__).resolve().parents[2] / "docs"
+    assert FAILURES.replace(" ", "") in "".join((documents / "extending.md").read_text().split())
+    (found,) = project.rows(FAILURES)
+    assert list(found.values()) == ["environment_error", message, 4 * 4]
+    named = output.partition("\nerror: run ")[2].partition('rollstream sql --format json "')[2].partition('"')[0]
+    (found,) = project.rows(named)
+    assert list(found.values()) == ["failed", "environment_error", message, 4 * 4]
