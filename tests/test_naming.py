@@ -1,7 +1,8 @@
 """Rules about names: one home for a rule, one name for a class, no replaced word, no protocol without callers."""
 
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.rigs.sources.source_tree import (
     ALLOWED,
     BY_A_TABLE,
     GIVEN_BY,
+    ONE_HOME,
     REPEATED_NAMES,
     ROOT,
     Plant,
@@ -148,8 +150,9 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
 
 @pytest.mark.parametrize(
     "line",
-    [
+    PLANTED := [
         'kind = headers["ce_type"]',
+        "ident = headers['ce_id']",
         "is_void = event.term < owner.term",
         "is_void = (event.term, event.offset) < (owner.term, owner.offset)",
         "owner = max(claims, key=lambda c: c.term)",
@@ -176,6 +179,10 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         'kind, _, subject = event_id_of(record).partition(":")',
         'is_own = record.key.split(b"/", 1)[0] == run',
         "found.is_spliced = True",
+        "is_late = has_open_attempts and is_final",
+        'terms = connection.execute("SELECT max(term) FROM log.learner_claimed")',
+        "os.rename(temporary, path)",
+        "os.fsync(descriptor)",
         "os.replace(temporary, path)",
         "shutil.move(temporary, path)",
         "temporary.rename(path)",
@@ -206,6 +213,7 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         'is_vllm = engine.settings.kind == "vllm"',
         'is_ours = engine.kind in ("transformers", "scripted")',
         'is_vllm = type(engine).__name__ == "VllmEngine"',
+        'is_vllm = engine.kind != "vllm"',
     ],
 )
 def test_a_planted_rule_is_found(line: str, tmp_path: Path, plant: Plant) -> None:
@@ -262,3 +270,50 @@ def test_a_planted_abstract_class_without_callers_or_contract_is_found(plant: Pl
     assert without_contract([path], []) == {"Asked": ["One", "Two"]}
     suite = plant("tests/contracts/test_a.py", "check(One, Two)\n")
     assert without_contract([path], [suite]) == {}
+
+
+MATCHES = [
+    ("match settings.name:", 'case "grpo":', 'case "grpo":'),
+    ("match settings.name:", "case 'sapo' | 'gspo':", "case 'sapo' | 'gspo':"),
+    ("match settings.algorithm.name:", "case found:", "match settings.algorithm.name:"),
+    ("match algorithm.name:", "case found:", "match algorithm.name:"),
+    ("match engine.kind:", 'case "vllm":', "match engine.kind:"),
+    ("match self._engine.kind:", 'case "scripted":', "match self._engine.kind:"),
+    ("match run.engine.settings.kind:", 'case "vllm":', "match run.engine.settings.kind:"),
+]
+"""Statements about an algorithm's name or an engine's kind, one of their cases, and which of both lines is found."""
+
+
+@pytest.mark.parametrize(("statement", "case", "found"), MATCHES)
+def test_a_planted_match_is_found(statement: str, case: str, found: str, tmp_path: Path, plant: Plant) -> None:
+    path = plant("harness/planted.py", f"{statement}\n    {case}\n        pass\n    case _:\n        pass\n")
+    assert away_from_home(path, tmp_path) == [found]
+
+
+def alternatives(pattern: str) -> list[str]:
+    """The alternatives of a regular expression that are in no group."""
+    found, depth = [""], 0
+    for token in re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+        depth += {"(": 1, ")": -1}.get(token, 0)
+        if token == "|" and depth == 0:
+            found.append("")
+        else:
+            found[-1] += token
+    return found
+
+
+def unplanted(rules: Iterable[str], plants: Sequence[str]) -> list[str]:
+    """Alternatives of the rules that none of the plants has, so that nothing shows that they find anything."""
+    every = [one for rule in rules for one in alternatives(rule)]
+    return [one for one in every if not any(re.search(one, plant) for plant in plants)]
+
+
+def test_every_alternative_of_a_rule_has_a_plant() -> None:
+    plants = [*PLANTED, *(found for _, _, found in MATCHES)]
+    assert unplanted([rule.pattern for rule in ONE_HOME], plants) == []
+
+
+def test_an_alternative_without_a_plant_is_found() -> None:
+    rule = r"""f["'][|]|(a|b)\|c|\bd(e|f)|g"""
+    assert alternatives(rule) == [r"""f["'][|]""", r"(a|b)\|c", r"\bd(e|f)", "g"]
+    assert unplanted([rule], ["f'|", "x b|c", "h"]) == [r"\bd(e|f)", "g"]
