@@ -149,7 +149,8 @@ class ArtifactStore:
         with (
             self._failing_as(
                 lambda error: StoreUnavailableError(
-                    f"artifact store {self.uri} cannot be listed: {self._concealed(error)}"
+                    f"artifact store {self.uri} cannot be listed: {self._concealed(error)}; make it readable, "
+                    "or correct artifact_uri"
                 )
             ),
             suppress(FileNotFoundError),

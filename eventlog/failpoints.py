@@ -54,7 +54,7 @@ class Armed:
             if name not in FAILPOINTS:
                 raise ConfigError(f"failpoint {name!r} does not exist; known failpoints: {', '.join(FAILPOINTS)}")
             if hit < 1:
-                raise ConfigError(f"failpoint {name}: hits count from 1, not {hit}")
+                raise ConfigError(f"failpoint {name}: hits count from 1, not {hit}; give 1 or more")
         self.hits = dict.fromkeys(points, 0)
         self.fired: list[str] = []
         """Names at which it has killed."""

@@ -287,13 +287,18 @@ def check_metadata(metadata: Mapping[TopicPartition, str]) -> None:
 def check_record_size(topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> None:
     """Raises LogError if a record exceeds its topic's limit, TopicError if the topic does not exist."""
     if topic not in TOPICS:
-        raise TopicError(f"topic {topic} is not in the topic table")
+        raise unknown_topic(topic)
     limit = TOPICS[topic].max_record_bytes
     size = record_size(key, value, headers)
     if size > limit:
         raise LogError(
             f"a record for topic {topic} has {size} bytes, more than the limit of {limit}; make its content smaller"
         )
+
+
+def unknown_topic(topic: str) -> TopicError:
+    """The error of a topic that the table does not have."""
+    return TopicError(f"topic {topic} is not in the topic table; name one of {', '.join(TOPICS)}")
 
 
 def record_size(key: bytes | None, value: bytes | None, headers: Headers) -> int:

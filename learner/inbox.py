@@ -20,6 +20,7 @@ from rollstream.learner import progress
 from rollstream.learner.progress import GroupState, JobState, LogState, evolve
 from rollstream.learner.reading import position
 from rollstream.learner.reading.letters import Letters
+from rollstream.learner.reading.members import FORK
 from rollstream.learner.reading.position import ReadPosition
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
@@ -163,10 +164,10 @@ class Inbox:
         """The error of something that must be in a topic: TruncatedError where it may have been removed."""
         begin = self._begins[TopicPartition(topic, 0)]
         if not begin:
-            return DecodeError(f"{what} is missing in topic {topic}")
+            return DecodeError(f"{what} is missing in topic {topic}; {FORK}")
         return TruncatedError(
             f"{what} is gone: topic {topic} partition 0 no longer has records before offset {begin}, retention or a "
-            "truncation removed it"
+            f"truncation removed it; {FORK}"
         )
 
     def save(self, *, every_s: float = SAVE_EVERY_S) -> None:
@@ -321,27 +322,23 @@ def _is_of(event: Event, job: JobSubmitted) -> bool:
             return isinstance(event, RunEnded)
 
 
-_FORK = "begin a new run with `rollstream finetune --fork`"
-"""Remedy for a manifest that cannot be trained on."""
-
-
 def check_follows(planned: BatchPlanned, job: JobSubmitted, previous_sha256: str) -> None:
     """Raises DecodeError if a manifest of `job` does not follow the one with digest `previous_sha256`."""
     if planned.previous_sha256 != previous_sha256:
         raise DecodeError(
             f"manifest {planned.batch_id} follows {planned.previous_sha256}, not {previous_sha256}: "
-            f"the chain of manifests is broken; {_FORK}"
+            f"the chain of manifests is broken; {FORK}"
         )
     version = job.base_version + planned.index
     if planned.trains_at_version != version or planned.model_group != job.model_group:
         raise DecodeError(
             f"manifest {planned.batch_id} trains {planned.model_group} at version {planned.trains_at_version}, "
-            f"not {job.model_group} at {version}; {_FORK}"
+            f"not {job.model_group} at {version}; {FORK}"
         )
     if planned.adopts is not None and not job.base_version <= planned.adopts <= version:
         raise DecodeError(
             f"manifest {planned.batch_id} adopts version {planned.adopts}; versions {job.base_version} to {version} "
-            f"of the job come before it; {_FORK}"
+            f"of the job come before it; {FORK}"
         )
 
 

@@ -19,7 +19,7 @@ from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import Publisher, difference
-from rollstream.learner.reading.members import MemberReader
+from rollstream.learner.reading.members import FORK, MemberReader
 from rollstream.learner.scoring.scoring import ScoreWriter
 from rollstream.learner.trainer import JobTrainer, drop
 from rollstream.learner.untrained import end_of
@@ -151,6 +151,7 @@ class JobRun:
         if seal.next_batch_index != self._next_index:
             raise DecodeError(
                 f"job {self.job.job_id} is sealed with {seal.next_batch_index} manifests, {self._next_index} are there"
+                f"; {FORK}"
             )
         return await self._end(seal.time_ms)
 

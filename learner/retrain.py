@@ -40,6 +40,9 @@ class RecordedJob:
     """Scores of its model group."""
 
 
+_WHOLE = "use a whole copy or export of the run"
+
+
 class Retraining:
     """A job's trainer, standing behind some version of it. Blocking but for the log."""
 
@@ -128,7 +131,7 @@ class Retraining:
             if recorded.batch_id != planned.batch_id:
                 raise DecodeError(
                     f"version {recorded.version} was trained on {recorded.batch_id}, manifest "
-                    f"{planned.index} is {planned.batch_id}"
+                    f"{planned.index} is {planned.batch_id}; {_WHOLE}"
                 )
             self._keep_state(planned.trains_at_version, until)
             result = await self._applied(log, planned, recorded)
@@ -158,7 +161,9 @@ class Retraining:
             known = recorded.micro_batch_tokens
             return self._trainer.train(planned, trajectories, scores=scores, micro_batch_tokens=known)
         if planned.adopts not in self._states:
-            raise DecodeError(f"manifest {planned.batch_id} adopts version {planned.adopts}, which no manifest yields")
+            raise DecodeError(
+                f"manifest {planned.batch_id} adopts version {planned.adopts}, which no manifest yields; {_WHOLE}"
+            )
         self._trainer.restore(self._states[planned.adopts])
         return adopted({})
 

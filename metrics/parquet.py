@@ -33,7 +33,7 @@ def read_parquet(path: Path) -> list[dict[str, Any]]:
             names = [column[0] for column in found.description or ()]
             values = found.fetchall()
     except duckdb.Error as error:
-        raise QueryError(f"{path}: cannot be read as Parquet: {one_line(error)}") from error
+        raise QueryError(f"{path}: cannot be read as Parquet: {one_line(error)}; correct it, or its path") from error
     try:
         return [dict(zip(names, map(_json, row), strict=True)) for row in values]
     except UnicodeDecodeError as error:

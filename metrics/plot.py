@@ -29,7 +29,7 @@ def plot_run(workspace: Path, run_id: str, path: Path) -> Path:
     if not epochs.rows:
         known = [row[0] for row in query(workspace, "SELECT run_id FROM runs", limit=1000).rows]
         why = (
-            "has no RL epoch with a reward yet"
+            "has no RL epoch with a reward yet; repeat this once one has ended"
             if run_id in known
             else f"does not exist; known runs: {', '.join(known)}"
         )

@@ -85,7 +85,7 @@ def gone(events: RunEvents, missing: Named) -> TruncatedError:
     """The error of a record that is gone though another one names it."""
     return TruncatedError(
         f"run {events.run_id} is incomplete: {missing.event_id}, named by {missing.by}, is missing in "
-        f"{events.held(missing.topic)}"
+        f"{events.held(missing.topic)}; use a complete log or export of it"
     )
 
 

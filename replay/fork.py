@@ -118,7 +118,7 @@ def misfit(published: WeightsPublished, config: RunConfig) -> str:
     model = config.adapter.model
     wanted = "lora" if model.lora else "full"
     if published.weights_format != wanted:
-        return f"it has {published.weights_format} weights, but the configuration trains {wanted} weights (model.lora)"
+        return f"it has {published.weights_format} weights, but the run trains {wanted} weights; change model.lora"
     theirs, ours = (local_path(path, model.path) for path in (published.base_model, model.path))
     is_same = published.base_model == model.path or _is_same_model(theirs, ours)
     found = base_sha256(ours, published.base_sha256) if published.base_sha256 else ""
@@ -127,6 +127,7 @@ def misfit(published: WeightsPublished, config: RunConfig) -> str:
             return f"it is an adapter of model {model.path} with other weights; restore its weight files"
         return (
             f"it was trained from base model {published.base_model}, but the configuration has model.path {model.path}"
+            "; give that one"
         )
     if "" != published.tokenizer_sha256 != tokenizer_sha256(ours) != "":
         return (
@@ -157,5 +158,7 @@ def _other_adapter(found: Mapping[str, object], wanted: LoraSettings) -> str:
     }
     for name, (theirs, ours) in pairs.items():
         if theirs != ours:
-            return f"its adapter has {name} {theirs}, but the configuration has model.lora.{name} {ours}"
+            return (
+                f"its adapter has {name} {theirs}, but the configuration has model.lora.{name} {ours}; give the former"
+            )
     return ""

@@ -78,8 +78,8 @@ async def train(
     trained = sorted(version for job in jobs for version in job.steps)
     for bound in (first, last):
         if bound is not None and bound not in trained:
-            known = f"it has {trained[0]} to {trained[-1]}" if trained else "nothing was trained"
-            raise ConfigError(f"run {events.run_id} has no version {bound}: {known}")
+            known = f"give {trained[0]} to {trained[-1]}" if trained else "it has trained nothing; wait for a version"
+            raise ConfigError(f"run {events.run_id} has no version {bound}; {known}")
     if not trained:
         raise ConfigError(f"run {events.run_id} has trained nothing yet; repeat this once it has published a version")
     for job in jobs:

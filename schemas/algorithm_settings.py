@@ -155,7 +155,7 @@ class PairSettings(AlgorithmSettings):
         return ""
 
 
-URL_WITHOUT_TEACHER = "teacher_url needs teacher: the model that the server was started with"
+URL_WITHOUT_TEACHER = "teacher_url needs teacher: the model that the server was started with; add it"
 
 
 class DistillationSettings(AlgorithmSettings):

@@ -184,7 +184,7 @@ class AdapterFields(BaseModel):
     @model_validator(mode="after")
     def _batches_fit_staleness(self) -> Self:
         if self.max_staleness < self.batches_per_epoch - 1:
-            why = f"{self.batches_per_epoch} batches per epoch need at least {self.batches_per_epoch - 1}"
+            why = f"{self.batches_per_epoch} batches per epoch need at least {self.batches_per_epoch - 1}; raise it"
             raise ValueError(f"max_staleness {self.max_staleness} is too small; {why}")
         return self
 

@@ -88,7 +88,7 @@ class JsonSchemaMatch(_Evaluator):
     @model_validator(mode="after")
     def _is_one(self) -> "JsonSchemaMatch":
         if (self.document is None) == (self.file is None):
-            raise ValueError("schema: give either schema or file")
+            raise ValueError("schema: neither or both of schema and file are given; give one of them")
         return self
 
 
@@ -197,7 +197,7 @@ def _compiled(name: str, pattern: str) -> "re.Pattern[str]":
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{name} is not a valid regular expression: {error}") from error
+        raise ValueError(f"{name} is not a valid regular expression: {error}; correct it") from error
 
 
 class DatasetStructure(Settings):

@@ -136,7 +136,7 @@ class KafkaSettings(KafkaSection):
         has_password = self.password is not None or self.password_file is not None
         if self.uses_sasl and (not self.username or not has_password):
             missing = "password or password_file" if self.username else "username"
-            raise ValueError(f"security_protocol {self.security_protocol} needs {missing}")
+            raise ValueError(f"security_protocol {self.security_protocol} needs {missing}; add it")
         if not self.uses_sasl and (self.username is not None or has_password):
             raise ValueError(
                 f"username and password are not used with security_protocol {self.security_protocol}; "
@@ -148,11 +148,11 @@ class KafkaSettings(KafkaSection):
                 "set SSL or SASL_SSL"
             )
         if self.key_file is not None and self.cert_file is None:
-            raise ValueError("key_file needs cert_file, the certificate that the key belongs to")
+            raise ValueError("key_file needs cert_file, the certificate that the key belongs to; add it")
         if self.min_insync_replicas is not None and self.min_insync_replicas > (self.replication_factor or 3):
             raise ValueError(
                 f"min_insync_replicas {self.min_insync_replicas} is more than replication_factor "
-                f"{self.replication_factor or 3}, so records could not be written"
+                f"{self.replication_factor or 3}, so records could not be written; lower it"
             )
         return self
 

@@ -40,6 +40,7 @@ services on the same cores; and its code is hardly faster under load.
 CLASSES_LISTED = "classes.txt"
 ENDED_AS_ASKED = 128 + signal.SIGTERM
 CRASHED = -signal.SIGABRT
+_REMEDY = "correct its permissions or free space there, or give another --workspace"
 """Exit status of a Java runtime that ends by a fault of its own, or of its class archive."""
 
 PROPERTIES = f"""\
@@ -108,7 +109,7 @@ class EmbeddedBroker:
             self._start()
         except OSError as error:
             self.stop()
-            raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}") from error
+            raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}; {_REMEDY}") from error
         except BaseException:
             self.stop()
             raise
@@ -143,7 +144,7 @@ class EmbeddedBroker:
         try:
             self._start()
         except OSError as error:
-            raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}") from error
+            raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}; {_REMEDY}") from error
 
     def _let_guard_go(self) -> None:
         guard, self._guard = self._guard, None
@@ -232,7 +233,7 @@ class EmbeddedBroker:
         log = self._folder / "broker.log"
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if "rror" in line]
         silent = "its disk is full" if shutil.disk_usage(self._folder).free < FULL_BYTES else "(no log output)"
-        return f"{lines[0] if lines else silent} (see {log})"
+        return f"{lines[0] if lines else silent} (see {log}); correct that, and start again"
 
 
 def find_running(workspace: Path) -> str | None:

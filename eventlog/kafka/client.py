@@ -89,7 +89,7 @@ def log_errors(doing: str, kafka: KafkaSettings | None = None, operation: str = 
     except KafkaError as error:
         if (refused := denied(error, doing, kafka, operation)) is not None:
             raise refused from error
-        raise LogError(f"cannot {doing}: {error!r}") from error
+        raise LogError(f"cannot {doing}: {error!r}; see the broker's log") from error
     except TimeoutError as error:
         raise LogError(
             f"cannot {doing}: the broker does not answer; check that it runs and that bootstrap_servers names it"

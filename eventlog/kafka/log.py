@@ -27,6 +27,7 @@ from rollstream.eventlog.log import (
     TopicPartition,
     check_record_size,
     partition_of,
+    unknown_topic,
 )
 from rollstream.eventlog.rebalance import Callbacks
 from rollstream.schemas.base import Event
@@ -138,7 +139,7 @@ class KafkaLog(OpenedByBlock):
         """Partition count of a topic. Raises TopicError if it does not exist."""
         if topic not in self._num_partitions:
             if topic not in TOPICS:
-                raise TopicError(f"topic {topic} is not in the topic table")
+                raise unknown_topic(topic)
             count = await topics.count_partitions(self._require(self._admin), self.kafka, topic)
             self._num_partitions[topic] = count
         return self._num_partitions[topic]
@@ -321,7 +322,9 @@ class KafkaLog(OpenedByBlock):
                 return
             if not future.done():
                 seconds = f"{self._send_timeout_s:.0f} s"
-                future.set_exception(LogError(f"cannot send to topic {topic}: no acknowledgement within {seconds}"))
+                future.set_exception(
+                    LogError(f"cannot send to topic {topic}: no acknowledgement within {seconds}; check its brokers")
+                )
 
     def _require(self, part: Any) -> Any:
         if part is None:
@@ -330,4 +333,6 @@ class KafkaLog(OpenedByBlock):
 
 
 def _no_partition(topic: str, partition: int, count: int) -> TopicError:
-    return TopicError(f"partition {topic}/{partition} does not exist: topic {topic} has {count} partitions")
+    return TopicError(
+        f"partition {topic}/{partition} does not exist: topic {topic} has {count} partitions; name one of these"
+    )

@@ -7,7 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from rollstream.eventlog.log import Position, Record, TopicPartition, check_metadata, truncated
+from rollstream.eventlog.log import Position, Record, TopicPartition, check_metadata, truncated, unknown_topic
 from rollstream.eventlog.rebalance import Callbacks
 from rollstream.schemas.errors import FencedError, LogError, TopicError
 
@@ -36,7 +36,7 @@ class Store:
         """Partition count of a topic. Raises TopicError if the topic does not exist."""
         count = sum(1 for where in self._partitions if where.topic == topic)
         if not count:
-            raise TopicError(f"topic {topic} is not in the topic table")
+            raise unknown_topic(topic)
         return count
 
     def begin(self, where: TopicPartition) -> int:
@@ -93,7 +93,7 @@ class Store:
 
     def _partition(self, where: TopicPartition) -> Partition:
         if where not in self._partitions:
-            raise TopicError(f"partition {where.topic}/{where.partition} does not exist")
+            raise TopicError(f"partition {where.topic}/{where.partition} does not exist; name one that does")
         return self._partitions[where]
 
 

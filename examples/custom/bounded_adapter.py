@@ -25,7 +25,7 @@ class BoundedAdapterConfig(RollstreamTrainerAdapterConfig, name="bounded_adapter
     def _is_range(self) -> Self:
         if self.lowest_reward >= self.highest_reward:
             raise ValueError(
-                f"lowest_reward {self.lowest_reward:g} is not below highest_reward {self.highest_reward:g}"
+                f"lowest_reward {self.lowest_reward:g} is not below highest_reward {self.highest_reward:g}; lower it"
             )
         return self
 

@@ -20,7 +20,7 @@ class CountOn(Environment):
     def __init__(self, length: int = 3, skill: float = 0.5) -> None:
         """`skill`: how often a demonstration's digit is right; the others are at random."""
         if not 1 <= length <= DIGITS:
-            raise ValueError(f"length ({length}) is not between 1 and {DIGITS}")
+            raise ValueError(f"length is {length}; give 1 to {DIGITS}")
         self._length = length
         self._skill = skill
 

@@ -48,6 +48,7 @@ def list_letters(
     else:
         header = ("number", "time", "record", "service", "stage", "redriven", "reason")
         click.echo(as_table(header, [_row(letter) for letter in letters]))
+        click.echo("`dlq show NUMBER` shows one; `dlq redrive NUMBER --value FILE` sends it corrected", err=True)
 
 
 @dlq.command()

@@ -105,8 +105,8 @@ async def rollback_request(
     if target.version < base:
         raise ConfigError(f"{where}: job {job_id} begins with version {base}; {target.fork}")
     if target.version not in group.published:
-        kept = f"it has {min(group.published)} to {max(group.published)}" if group.published else "it has none yet"
-        raise ConfigError(f"{where}: {target.model_group} has no version {target.version}, {kept}")
+        kept = f"give {min(group.published)} to {max(group.published)}" if group.published else "wait for its first one"
+        raise ConfigError(f"{where}: {target.model_group} has no version {target.version}; {kept}")
     if target.version >= planned:
         raise ConfigError(f"{where}: version {target.version} is the newest one; give an earlier version")
     await _check_pending(log, target, job_id, where)
@@ -142,8 +142,8 @@ def _open_job(progress: "Progress", target: Target) -> "tuple[str, JobProgress]"
     own = {name: job for name, job in jobs.items() if job.submitted and job.submitted.model_group == target.model_group}
     if not own:
         raise ConfigError(
-            f"{where}: run {target.run_id} trains no model group {ids.name_of(target.model_group)}; it trains "
-            f"{', '.join(groups) or 'none yet'}"
+            f"{where}: run {target.run_id} trains no model group {ids.name_of(target.model_group)}; name one that "
+            f"it trains: {', '.join(groups) or 'none yet'}"
         )
     for name, job in own.items():
         if job.submitted is not None and job.submitted.settings.kind == EXTERNAL:

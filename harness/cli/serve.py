@@ -90,7 +90,7 @@ def health(name: str, workspace: Path) -> None:
 
     sign = read_sign(Workspace(workspace).health, name)
     if sign is None:
-        click.echo(f"{name}: no heartbeat found in {workspace}", err=True)
+        click.echo(f"{name}: no heartbeat found in {workspace}; start the service, or give its --workspace", err=True)
         sys.exit(1)
     click.echo(f"{name}: {'alive' if sign.is_alive else 'silent'}, last sign {sign.age_s:.0f} s ago")
     sys.exit(0 if sign.is_alive else 1)

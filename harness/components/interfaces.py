@@ -71,7 +71,9 @@ class TrajectoryBuilder(ABC):
         score = score_of(output_item)
         if score is None:
             error = getattr(output_item, "error", None)
-            raise EnvironmentRunError(f"example {output_item.id} has no score ({error or repr(output_item.score)})")
+            raise EnvironmentRunError(
+                f"example {output_item.id} has no score ({error or repr(output_item.score)}); have it scored"
+            )
         return score
 
     @abstractmethod
@@ -276,7 +278,9 @@ def validation_metrics(output: Any, reward: str | None) -> dict[str, Any]:
         reasons = "; ".join(
             f"{item.id}: {getattr(item, 'error', None) or 'no score'}" for item in missing[:REASONS_TOLD]
         )
-        raise EnvironmentRunError(f"{len(missing)} of {len(items)} examples have no score ({reasons})")
+        raise EnvironmentRunError(
+            f"{len(missing)} of {len(items)} examples have no score ({reasons}); correct their evaluator"
+        )
     if not items:
         raise EnvironmentRunError("the validation evaluated no example; add examples to its dataset")
     scores = [float(item.score) for item in items]

@@ -261,7 +261,9 @@ class RollstreamTrainer(Trainer):
         result = await self.run_validation_evaluation(epoch, self._run_id)
         await self._once_disk_allows(lambda: self._files.add_validation(self._run_id, epoch, result))
         if self._needs_validation and "error" in result:
-            raise RequiredValidationError(f"validation before epoch {epoch} failed: {result['error']}")
+            raise RequiredValidationError(
+                f"validation before epoch {epoch} failed: {result['error']} (validation_required: false trains on)"
+            )
 
     async def _once_disk_allows(self, write: Callable[[], None]) -> None:
         """Write files of the run, retrying while the disk is full. Raises OSError of any other cause at once."""

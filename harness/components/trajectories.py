@@ -181,7 +181,9 @@ async def read_assembled(log: EventLog, groups: Iterable[GroupClosed]) -> dict[s
     for (member, _), record in zip(members, records, strict=True):
         received = codec.decode(record)
         if not isinstance(received.event, TrajectoryAssembled) or received.digest != member.digest:
-            raise ArtifactError(f"trajectory {member.trajectory_id}: its record differs from its group's record")
+            raise ArtifactError(
+                f"trajectory {member.trajectory_id}: its record differs from its group's record; begin a new run"
+            )
         found[member.trajectory_id] = received.event
     return found
 

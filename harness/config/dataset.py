@@ -131,7 +131,7 @@ def _unique(examples: list[Example], location: str) -> list[Example]:
     seen: set[str] = set()
     for example in examples:
         if example.example_id in seen:
-            raise ConfigError(f"{location}: duplicate example id {example.example_id!r}")
+            raise ConfigError(f"{location}: duplicate example id {example.example_id!r}; rename one")
         seen.add(example.example_id)
         size = _size(example, location)
         if size > MAX_INPUT_BYTES:

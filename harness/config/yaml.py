@@ -55,7 +55,9 @@ class _Loader(yaml.SafeLoader):
                 problem = "a key must be a string; check for a missing quote"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"duplicate key {key!r}; remove one", key_node.start_mark
+                )
             seen.add(key)
 
 
@@ -82,7 +84,8 @@ def parse(text: str, location: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{location}:{line} not valid YAML: {getattr(error, 'problem', error)}") from error
+        remedy = "" if isinstance(error, yaml.constructor.ConstructorError) else "; correct it there"
+        raise ConfigError(f"{location}:{line} not valid YAML: {getattr(error, 'problem', error)}{remedy}") from error
     except RecursionError as error:
         raise ConfigError(f"{location}: nested too deeply; close its brackets, or use fewer levels") from error
 
@@ -113,7 +116,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, JsonValue]:
         what = "is a link to no file" if below.is_symlink() else "does not exist"
         raise ConfigError(f"{path}: base: file {below} {what}; correct its path")
     if below.resolve() in chain:
-        raise ConfigError(f"{path}: base: {base} is circular: {' -> '.join(map(str, chain))}")
+        raise ConfigError(f"{path}: base: {base} is circular: {' -> '.join(map(str, chain))}; remove it")
     return merged(_read(below, chain), content)
 
 
@@ -146,7 +149,7 @@ def _text(path: Path, location: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{location}: cannot be read: {error}") from error
+        raise ConfigError(f"{location}: cannot be read: {error}; correct its path, permissions or encoding") from error
 
 
 def apply_overrides(written: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:
@@ -177,7 +180,9 @@ def _apply_one(written: dict[str, Any], key: str, value: str) -> None:
     for depth, part in enumerate(parts[:-1], 1):
         block = block.setdefault(part, {})
         if not isinstance(block, dict):
-            raise ConfigError(f"--override {key}: {'.'.join(parts[:depth])} is a value, not a section")
+            raise ConfigError(
+                f"--override {key}: {'.'.join(parts[:depth])} is a value, not a section; give the path of a key"
+            )
         if depth == 1:
             _check_named(block, parts, key)
     block[parts[-1]] = _value(block.get(parts[-1]), value, key)

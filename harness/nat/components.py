@@ -147,7 +147,8 @@ class NatTrainer(RollstreamTrainer):
                 raise RunFailedError(shown(f"run {status.run_id} {status.status.value}: {status.message}"))
         if statuses and not self.reward_history:
             raise RunFailedError(
-                f"run {statuses[0].run_id} failed: the rollouts of its {len(statuses)} epochs produced no trajectories"
+                f"run {statuses[0].run_id} failed: the rollouts of its {len(statuses)} epochs produced no "
+                "trajectories; the log says why"
             )
         return as_nats(statuses)
 

@@ -54,7 +54,9 @@ def prepare(file: Path, config: Path, workspace: Path, overrides: Overrides, *, 
     retokenise = settings.builder.environment_config.get("retokenise") is True
     ingested = read_lines(raw.splitlines(), selection_of(loaded), key=key, retokenise=retokenise)
     if not ingested.num_rollouts:
-        first_bad = f"; line {ingested.bad[0].number}: {ingested.bad[0].reason}" if ingested.bad else ""
+        first_bad = (
+            f"; correct line {ingested.bad[0].number}: {ingested.bad[0].reason}" if ingested.bad else "; add one"
+        )
         raise ConfigError(f"{file} contains no usable rollout{first_bad}")
     layout = Workspace(workspace)
     layout.create()
@@ -111,7 +113,7 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}; correct its path or permissions") from error
 
 
 def _builder_of(written: dict[str, Any], config: Path) -> str:

@@ -137,9 +137,9 @@ class _Reader:
         try:
             found = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            raise _Unusable(f"not valid JSON: {error}") from error
+            raise _Unusable(f"not valid JSON: {error}; correct the line") from error
         if not isinstance(found, dict):
-            raise _Unusable("not a JSON object")
+            raise _Unusable("not a JSON object; write one a line")
         _check_depth(raw, found)
         if STEP_KEYS & found.keys():
             step = IntermediateStep.model_validate(found)

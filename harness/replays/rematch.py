@@ -81,7 +81,7 @@ def task_of(events: RunEvents, name: str) -> TaskRequested:
     found = events.by_id.get(ids.event_id("task_requested", group_id))
     if found is None or not isinstance(found.event, TaskRequested):
         there = [task.group_id for task, _ in of_type(events.by_topic.get("tasks", ()), TaskRequested)]
-        known = f"the run has tasks from {there[0]} to {there[-1]}" if there else "the run has no tasks"
+        known = f"name one from {there[0]} to {there[-1]}" if there else "the run has no tasks"
         raise ConfigError(f"--task {name}: run {events.run_id} has no task {group_id}; {known}")
     return found.event
 
@@ -135,7 +135,9 @@ async def play(
     version that is unknown or was collected, RunFailedError if the rollout fails.
     """
     if not 0 <= member < task.num_rollouts:
-        raise ConfigError(f"--member {member}: task {task.group_id} has the members 0 to {task.num_rollouts - 1}")
+        raise ConfigError(
+            f"--member {member}: task {task.group_id} has the members 0 to {task.num_rollouts - 1}; give one of these"
+        )
     recorded = players_of(events, task, member)
     players = replaced(task, recorded, versions, environment_of(config).SCRIPTED)
     permissions = permissions_of(config)

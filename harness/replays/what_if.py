@@ -248,7 +248,7 @@ def _beginning(events: RunEvents, recorded: JobStarted, config: RunConfig) -> We
         ("seed", before.adapter.seed, config.adapter.seed),
     ):
         if ours != theirs:
-            raise ConfigError(f"{name} cannot change in a what-if: the rollouts were made with {ours}")
+            raise ConfigError(f"{name} cannot change in a what-if: the rollouts were made with {ours}; leave it out")
     base = log_state(events).group(recorded.model_group).published.get(recorded.base_version)
     if base is None:
         raise ConfigError(

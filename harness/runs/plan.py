@@ -193,7 +193,7 @@ async def _cut_off(log: EventLog, run_id: str, topic: str) -> TruncatedError:
     begin, end = (await log.begin_offsets(topic))[0], (await log.end_offsets(topic))[0]
     return TruncatedError(
         f"run {run_id} cannot be resumed: topic {topic} partition 0 holds only offsets {begin} to {end - 1}, and "
-        f"earlier records of the run were removed"
+        f"earlier records of the run were removed; begin a new run"
     )
 
 

@@ -74,7 +74,7 @@ def items_of(trajectory: TrajectoryAssembled, reward: float) -> list[Item]:
             if part.start + part.length > len(token_ids):
                 raise DecodeError(
                     f"trajectory {trajectory.trajectory_id}: a completion ends at token {part.start + part.length} of "
-                    f"{len(token_ids)}"
+                    f"{len(token_ids)}; correct the program that recorded it"
                 )
             if part.length and part.start:
                 start, end = (at * token_ids.itemsize for at in (part.start, part.start + part.length))

@@ -111,7 +111,9 @@ def _users_code(name: str, location: str) -> Generator[None]:
         raise
     except (Exception, SystemExit) as error:
         logger.warning("%s.name: %s cannot be used%s", location, name, traceback_of(error))
-        raise ConfigError(f"{location}.name: {name} cannot be used: {describe(error)}") from error
+        raise ConfigError(
+            f"{location}.name: {name} cannot be used: {describe(error)}; correct the algorithm"
+        ) from error
 
 
 def _class(name: str, permissions: Permissions, location: str) -> type[Algorithm]:
@@ -126,7 +128,7 @@ def _class(name: str, permissions: Permissions, location: str) -> type[Algorithm
         raise ConfigError(f"{location}.name: {name} must have a class Settings that derives from AlgorithmSettings")
     left = ", ".join(sorted(found.__abstractmethods__))
     if left:
-        raise ConfigError(f"{location}.name: {name} does not define {left}")
+        raise ConfigError(f"{location}.name: {name} does not define {left}; every algorithm must")
     return found
 
 

@@ -38,7 +38,7 @@ def check_token_ids(trajectory: TrajectoryAssembled, size: int) -> None:
                 kept = tokens.decode_kept(part.kept_ids, part.length)
                 tokens.check_kept(token_ids[part.start : part.start + part.length], kept)
             except ValueError as error:
-                raise DecodeError(f"{where}: {error}") from error
+                raise DecodeError(f"{where}: {error}; correct the engine that recorded it") from error
             found.append(np.asarray(kept.ids, np.int32))
         all_ids = np.concatenate(found)
         odd = all_ids[(all_ids < 0) | (all_ids >= size)]
@@ -261,18 +261,22 @@ def _row(sequence: TokenSequence, member: int, *, needs_logprobs: bool) -> Row:
     if sequence.logprobs is not None:
         sampled = np.frombuffer(tokens.decode_floats(sequence.logprobs), np.float32)
     if len(sampled) != num_sampled:
-        raise DecodeError(f"{len(sampled)} log-probabilities for {num_sampled} completion tokens")
+        raise DecodeError(f"{len(sampled)} log-probabilities for {num_sampled} completion tokens; record one for each")
     if not np.isfinite(sampled).all():
-        raise DecodeError("a log-probability is not a finite number")
+        raise DecodeError("a log-probability is not a finite number; record finite ones")
     mask = np.zeros(len(token_ids), np.bool_)
     logprobs = np.zeros(len(token_ids), np.float32)
     taken = 0
     for completion in sequence.completions:
         end = completion.start + completion.length
         if end > len(token_ids):
-            raise DecodeError(f"a completion ends at token {end} of {len(token_ids)}")
+            raise DecodeError(
+                f"a completion ends at token {end} of {len(token_ids)}; correct the program that recorded it"
+            )
         if mask[completion.start : end].any():
-            raise DecodeError(f"two completions overlap at token {completion.start}")
+            raise DecodeError(
+                f"two completions overlap at token {completion.start}; correct the program that recorded them"
+            )
         mask[completion.start : end] = True
         logprobs[completion.start : end] = sampled[taken : taken + completion.length]
         taken += completion.length

@@ -28,7 +28,10 @@ products of thousands of tokens. It decides the order of sums, so bits.
 _EXCLUDED = -1e30
 """Logit of a token outside the kept set: its exponential is 0, and 0 times it is not NaN."""
 
-_NOT_KEPT = "a sampled token is not in its recorded kept set; its engine recorded another set"
+_NOT_KEPT = (
+    "a sampled token is not in its recorded kept set; its engine recorded another set: correct that, or set "
+    "sampling.record_kept_ids: false"
+)
 
 
 class Head(NamedTuple):

@@ -221,7 +221,9 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
         state_dict_saver.save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        raise OSError(getattr(first, "errno", None), f"shards cannot be written to {folder}: {first}") from error
+        raise OSError(
+            getattr(first, "errno", None), f"shards cannot be written to {folder}: {first}; free space there"
+        ) from error
     return files.sha256
 
 

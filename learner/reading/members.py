@@ -11,6 +11,9 @@ from rollstream.eventlog.log import EventLog, Position, Record
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
 
+FORK = "begin a new run with `rollstream finetune --fork`"
+"""Remedy for a log that cannot be trained on."""
+
 Members = list[TrajectoryAssembled]
 
 
@@ -73,7 +76,8 @@ async def fetch_records(log: EventLog, planned: BatchPlanned) -> list[Record]:
     """
     if len(planned.locators) != len(planned.members):
         raise DecodeError(
-            f"manifest {planned.batch_id} has {len(planned.locators)} locators for {len(planned.members)} members"
+            f"manifest {planned.batch_id} has {len(planned.locators)} locators for {len(planned.members)} members; "
+            f"{FORK}"
         )
     return await log.fetch(
         [Position("trajectories", locator.partition, locator.offset) for locator in planned.locators]
@@ -88,11 +92,11 @@ def check_members(planned: BatchPlanned, records: Sequence[Record]) -> list[Traj
         try:
             received = codec.decode(record)
         except DecodeError as error:
-            raise DecodeError(f"{where}: {error}") from error
+            raise DecodeError(f"{where}: {error}; {FORK}") from error
         event = received.event
         if not isinstance(event, TrajectoryAssembled) or event.trajectory_id != member.trajectory_id:
-            raise DecodeError(f"{where}: the record there is {event.event_id}")
+            raise DecodeError(f"{where}: the record there is {event.event_id}; {FORK}")
         if received.digest != member.digest:
-            raise DecodeError(f"{where}: its digest is {received.digest}, not {member.digest}; it was changed")
+            raise DecodeError(f"{where}: its digest is {received.digest}, not {member.digest}; it was changed: {FORK}")
         trajectories.append(event)
     return trajectories

@@ -68,4 +68,6 @@ async def _started(log: EventLog, job: JobSubmitted) -> RunStarted:
             event = codec.decode(record).event
             assert isinstance(event, RunStarted)
             return event
-    raise DecodeError(f"topic groups has no start of run {job.run_id}, whose dataset algorithm.context needs")
+    raise DecodeError(
+        f"topic groups has no start of run {job.run_id}, whose dataset algorithm.context needs; begin a new run"
+    )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog, Position, Received
 from rollstream.learner.algorithms.base import Row
+from rollstream.learner.reading.members import FORK
 from rollstream.learner.scoring.index import ScoreAsked, ScoreIndex
 from rollstream.schemas import tokens
 from rollstream.schemas.errors import DecodeError
@@ -72,7 +73,7 @@ async def recorded_scores(
             trajectory = planned.members[one.member].trajectory_id
             raise DecodeError(
                 f"manifest {planned.batch_id}: topic weights has no ReferenceScored of trajectory {trajectory} by its "
-                f"{one.scorer.role}"
+                f"{one.scorer.role}; {FORK}"
             )
         positions.append((one, offsets))
     if not positions:
@@ -91,11 +92,15 @@ def _part(received: Received, asked: ScoreAsked, planned: BatchPlanned, digest: 
     event = received.event
     wanted = asked.wanted(planned)
     if not isinstance(event, ReferenceScored) or (event.trajectory_sha256, event.scorer.sha256) != wanted[:2]:
-        raise DecodeError(f"manifest {planned.batch_id}: weights {received.position.offset} holds {event.event_id}")
+        raise DecodeError(
+            f"manifest {planned.batch_id}: weights {received.position.offset} holds {event.event_id}; {FORK}"
+        )
     digest.update(bytes.fromhex(received.digest))
     found = np.frombuffer(tokens.decode_floats(event.logprobs), np.float32)
     if not np.isfinite(found).all():
-        raise DecodeError(f"{event.event_id} at weights {received.position.offset}: a log-probability is not finite")
+        raise DecodeError(
+            f"{event.event_id} at weights {received.position.offset}: a log-probability is not finite; {FORK}"
+        )
     return found
 
 
@@ -110,7 +115,7 @@ def by_sequence(trajectory: TrajectoryAssembled, logprobs: Logprobs) -> list[Log
             taken += part.length
         found.append(values)
     if taken != len(logprobs):
-        raise DecodeError(f"trajectory {trajectory.trajectory_id}: {len(logprobs)} scores for {taken} tokens")
+        raise DecodeError(f"trajectory {trajectory.trajectory_id}: {len(logprobs)} scores for {taken} tokens; {FORK}")
     return found
 
 

@@ -90,11 +90,15 @@ def examples_of(arrays: Arrays, agent: GroupAgent) -> list[tuple[int, RecordedRo
     found: list[tuple[int, RecordedRollout]] = []
     for number, (at, history) in enumerate(zip(columns["round"], columns["raw_message_history"], strict=True)):
         if at not in range(len(history)):
-            raise ConfigError(f"agent {agent.name}, example {number}: round {at} is not one of {len(history)}")
+            known = f"give one from 0 to {len(history) - 1}"
+            raise ConfigError(f"agent {agent.name}, example {number}: round {at} is not one of {len(history)}; {known}")
         index = int(at)
         text = _text(history[index][_id(agent)])
         if text is None:
-            raise ConfigError(f"agent {agent.name}, example {number}: its message of round {index} is None")
+            raise ConfigError(
+                f"agent {agent.name}, example {number}: its message of round {index} is None; give a round in which "
+                f"the agent speaks"
+            )
         messages = _given_prompt(columns, agent, number) or _built(columns, agent, number, history, index)
         found.append((index, RecordedRollout(steps=(_step(agent, messages, text),))))
     return found
@@ -194,11 +198,13 @@ def _given_prompt(columns: _Columns, agent: GroupAgent, *at: int) -> list[dict[s
     try:
         messages = json.loads(given) if isinstance(given, str) else given
     except json.JSONDecodeError as error:
-        raise ConfigError(f"agent {agent.name}: agents/prompt at {at} is not JSON: {error}") from error
+        raise ConfigError(
+            f"agent {agent.name}: agents/prompt at {at} is not JSON: {error}; give a list of messages"
+        ) from error
     if messages is None:
         return None
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in cast("list[Any]", messages)):
-        raise ConfigError(f"agent {agent.name}: agents/prompt at {at} is not a list of chat messages")
+        raise ConfigError(f"agent {agent.name}: agents/prompt at {at} is not a list of chat messages; give one")
     return cast("list[dict[str, Any]]", messages)
 
 

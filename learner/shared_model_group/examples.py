@@ -131,7 +131,7 @@ def _of_agent(rollout: RecordedRollout, agent: GroupAgent, model_group: str, num
     """The part of a rollout that an agent said; None if it has no message."""
     where = f"agent {agent.name}, rollout {number}"
     if rollout.error is not None:
-        raise ConfigError(f"{where}: the recorded rollout is broken: {rollout.error}")
+        raise ConfigError(f"{where}: the recorded rollout is broken: {rollout.error}; leave it out")
     indices = [index for index, step in enumerate(rollout.steps) if step.agent in ("", agent.name)]
     steps = [rollout.steps[index].model_copy(update={"agent": agent.name}) for index in indices]
     with_answer = [step for step in steps if step.chat is not None or step.tokens is not None]
@@ -178,7 +178,9 @@ def _with_verdict(agent: GroupAgent, rollout: RecordedRollout, label: int) -> Re
         raise ConfigError(f"agent {agent.name}: label {label!r} is not 0 or 1; give one of these")
     own = [n for n, step in enumerate(rollout.steps) if step.agent in ("", agent.name) and step.chat is not None]
     if not own:
-        raise ConfigError(f"agent {agent.name}: a rollout without messages as text has no guess to replace")
+        raise ConfigError(
+            f"agent {agent.name}: a rollout without messages as text has no guess to replace; record its messages"
+        )
     steps = list(rollout.steps)
     last = steps[own[-1]]
     assert last.chat is not None
@@ -200,7 +202,9 @@ def _answers(agent: GroupAgent, model_group: str, given: Rollouts) -> list[tuple
     for number, (round_number, rollout) in enumerate(rounds):
         of_agent = _of_agent(rollout, agent, model_group, number)
         if of_agent is None:
-            raise ConfigError(f"agent {agent.name}, example {number}: it has no message of the agent to compare")
+            raise ConfigError(
+                f"agent {agent.name}, example {number}: it has no message of the agent to compare; leave it out"
+            )
         calls = _calls(of_agent)
         found.append((len(calls) - 1 if round_number < 0 else round_number, calls[-1]))
     return found
@@ -211,7 +215,7 @@ def _pair(example_id: str, chosen: tuple[int, RecordedStep], rejected: tuple[int
     if chosen[0] != rejected[0]:
         raise ConfigError(
             f"example {example_id}: the positive is of round {chosen[0]}, the negative of round {rejected[0]}; a pair "
-            f"answers one prompt"
+            f"answers one prompt, so give both of one round"
         )
     if _prompt(chosen[1]) != _prompt(rejected[1]):
         raise ConfigError(f"example {example_id}: positive and negative answer different prompts; pair equal prompts")

@@ -124,7 +124,10 @@ class QueryProcess:
 
     def took_too_long(self) -> QueryError:
         """The error of a query that was not over at its limit."""
-        return QueryError(f"SQL: the query took longer than {self._limits.timeout_s:g} s and was stopped")
+        return QueryError(
+            f"SQL: the query took longer than {self._limits.timeout_s:g} s and was stopped; aggregate, filter by "
+            "run_id, or add LIMIT"
+        )
 
     def kill(self) -> None:
         """End it at once; `wait` then returns."""

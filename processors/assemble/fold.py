@@ -156,7 +156,7 @@ def _fail_attempt(group: OpenGroup, attempt: Attempt, failed: RolloutFailed, rec
 def _complete(group: OpenGroup, attempt: Attempt, ended: RolloutEnded, stop_reason: str) -> None:
     try:
         assembled = assemble(group.started, attempt, ended)
-    except DecodeError as error:
+    except DecodeError as error:  # its message is part of the closing's digest: messages of `assemble` stay as they are
         decide(group, attempt, "rejected", f"broken_tokens: {error}", stop_reason=stop_reason)
         group.final.add(attempt.member)
         return

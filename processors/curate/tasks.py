@@ -138,7 +138,9 @@ def load_dataset(artifacts: ArtifactStore, started: RunStarted) -> Dataset:
         return {line["example_id"]: line["inputs"] for line in lines}
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         uri = started.dataset.uri
-        raise ArtifactError(f"dataset {uri} is not JSON lines of example_id and inputs: {error}") from error
+        raise ArtifactError(
+            f"dataset {uri} is not JSON lines of example_id and inputs: {error}; begin a run with one that is"
+        ) from error
 
 
 def unnamed_dataset(started: RunStarted) -> Dataset:

@@ -381,7 +381,9 @@ def _failure(error: BaseException | None) -> ModelError:
     if error is None:
         return ModelError("the rollout engine gave no answer")
     failure = ModelError(
-        str(error) if isinstance(error, ModelError) else f"the rollout engine failed: {describe(error)}"
+        str(error)
+        if isinstance(error, ModelError)
+        else f"the rollout engine failed: {describe(error)}; its process's log has the traceback"
     )
     failure.__cause__ = error
     return failure

@@ -77,7 +77,7 @@ def _resolved(written: EngineSettings, env: Mapping[str, str], location: str) ->
         raise ConfigError(conceal(_line(error, kind.settings, location), values, env)) from error
     except (Exception, SystemExit) as error:  # validators are others' code
         logger.info("settings of engine %s cannot be checked", written.kind, exc_info=error)
-        raise ConfigError(conceal(f"{location}: {describe(error)}", values, env)) from error
+        raise ConfigError(conceal(f"{location}: {describe(error)}; correct it", values, env)) from error
 
 
 def _kind_of(name: str, location: str) -> EngineKind:

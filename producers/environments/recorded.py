@@ -40,7 +40,8 @@ class RecordedEnvironment(Environment):
         )
         if rollout.error is not None:
             raise EnvironmentRunError(
-                f"recorded rollout {rollout.source_id or session.member} failed when it was recorded: {rollout.error}"
+                f"recorded rollout {rollout.source_id or session.member} failed when it was recorded: {rollout.error}; "
+                "leave it out, or record it again"
             )
         indices: list[int] = []
         for step in rollout.steps:

@@ -50,7 +50,8 @@ def final_answer(location: str, rollout: FinishedRollout, agent: str | None = No
                 return _text((step.data or {})["output"])
     whose = f"agent {agent}" if agent else "any agent"
     raise NoScoreError(
-        f"{location}: the rollout has no answer by {whose} to score (it ended as {rollout.stop_reason!r})"
+        f"{location}: the rollout has no answer by {whose} to score (it ended as {rollout.stop_reason!r}); "
+        "have it answer before it ends"
     )
 
 
@@ -58,7 +59,7 @@ def right_answer(location: str, rollout: FinishedRollout, key: str, field: str =
     """The value of a key in the example's inputs. Raises RewardError naming the path in the file."""
     if key not in rollout.inputs:
         known = ", ".join(rollout.inputs) or "none"
-        raise RewardError(f"{location}.{field}: the example's inputs have no key {key!r}; they have: {known}")
+        raise RewardError(f"{location}.{field}: the example's inputs have no key {key!r}; name one of: {known}")
     return rollout.inputs[key]
 
 
@@ -144,7 +145,7 @@ def check_schema(location: str, config: JsonSchemaMatch) -> None:
     try:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except SchemaError as error:
-        raise ConfigError(f"{location}.schema: {error.json_path}: {error.message}") from error
+        raise ConfigError(f"{location}.schema: {error.json_path}: {error.message}; correct it") from error
 
 
 def read_schema(location: str, file: str) -> dict[str, JsonValue]:
@@ -157,7 +158,7 @@ def read_schema(location: str, file: str) -> dict[str, JsonValue]:
             f"{location}.file: {file} cannot be read: {error}; correct its path or permissions"
         ) from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{location}.file: {file} must contain a JSON object")
+        raise ConfigError(f"{location}.file: {file} must contain a JSON object; correct the file")
     return found
 
 

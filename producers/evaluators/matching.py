@@ -66,7 +66,7 @@ def _ask(where: str, question: dict[str, Any]) -> Any:
     if "invalid" in answer:
         raise RewardError(f"{where} {answer['invalid']}")
     if "raised" in answer:
-        raise RewardError(f"{where} raised {answer['raised']}")
+        raise RewardError(f"{where} raised {answer['raised']}; simplify it")
     return answer["value"]
 
 

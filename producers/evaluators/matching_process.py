@@ -25,7 +25,7 @@ def search(pattern: str, text: str, ignore_case: bool, group: int | str) -> tupl
     """Whether the pattern is found in the text, and the text of its group."""
     compiled = _compiled(pattern, re.IGNORECASE if ignore_case else 0)
     if group not in compiled.groupindex and group not in range(compiled.groups + 1):
-        raise InvalidError(f"has no group {group!r}")
+        raise InvalidError(f"has no group {group!r}; add it, or name another")
     match = compiled.search(text)
     return match is not None, match[group] if match is not None else None
 
@@ -56,7 +56,7 @@ def _compiled(pattern: str, flags: int) -> "re.Pattern[str]":
     try:
         return re.compile(pattern, flags)
     except (re.error, RecursionError, OverflowError) as error:
-        raise InvalidError(f"is not a valid regular expression: {error}") from error
+        raise InvalidError(f"is not a valid regular expression: {error}; correct it") from error
 
 
 @functools.lru_cache(maxsize=16)
@@ -70,7 +70,7 @@ def _validator(schema: str) -> Any:
     try:
         kind.check_schema(document)
     except SchemaError as error:
-        raise InvalidError(f"{error.json_path}: {error.message}") from error
+        raise InvalidError(f"{error.json_path}: {error.message}; correct it") from error
     return kind(document, registry=referencing.Registry())  # an empty one: nothing is fetched
 
 

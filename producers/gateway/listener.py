@@ -248,7 +248,7 @@ class RolloutGateway(Routes):
             if mine is None:
                 raise self._others_key() if any(key.startswith(KEY_PREFIX) for key in keys) else no_key()
             if named not in (None, mine):
-                raise Refusal(403, f"the key is for rollout {mine}, not for {named}", code="wrong_rollout")
+                raise Refusal(403, f"the key is for rollout {mine}, not for {named}; use its key", code="wrong_rollout")
             named = mine
         return named
 
@@ -306,7 +306,7 @@ class RolloutGateway(Routes):
     async def claim(self, request: web.Request) -> web.Response:
         """The next rollout that nobody plays, its task and its key; 204 if there is none in time."""
         if not self._access.bears_token(request.headers):
-            raise Refusal(403, "only the gateway's token claims rollouts", code="wrong_key")
+            raise Refusal(403, "only the gateway's token claims rollouts; send that one", code="wrong_key")
         body = validated(ClaimBody, json_of(await request.read() or b"{}"))
         key = CallIdentity.of(request.headers, "rollouts", b"").key_sha256 or ""
         try:

@@ -126,7 +126,7 @@ class PlayedRollout:
         if agent is not None and agent not in session.agents:
             raise Refusal(400, f"agent: {agent!r} is unknown; known agents: {', '.join(session.agents)}", param="agent")
         if step_index is not None and not session.has_step(step_index):
-            raise Refusal(400, f"step_index: step {step_index} is not recorded", param="step_index")
+            raise Refusal(400, f"step_index: step {step_index} is not recorded; give one that is", param="step_index")
         if len(self._rewards) >= MAX_REWARDS:
             raise Refusal(400, f"rollout {session.rollout_id} has {MAX_REWARDS} rewards already; give fewer")
         self._rewards[key] = value
@@ -309,4 +309,4 @@ def _done(replies: list[Reply]) -> "asyncio.Future[SampledAnswers]":
 
 def ended(rollout_id: str) -> Refusal:
     """The error for requests after the end."""
-    return Refusal(409, f"rollout {rollout_id} has ended", code=ENDED, is_final=True)
+    return Refusal(409, f"rollout {rollout_id} has ended; begin another one", code=ENDED, is_final=True)

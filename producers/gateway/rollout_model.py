@@ -260,7 +260,9 @@ class RolloutModel:
         try:
             return tokenizer.decode(content, skip_special_tokens=False)
         except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise Refusal(400, f"prompt: these token ids are not the model's: {error}", param="prompt") from error
+            raise Refusal(
+                400, f"prompt: these token ids are not the model's: {error}; use its tokenizer", param="prompt"
+            ) from error
 
     def agent_of(self, model: str) -> str:
         """The agent that a model's name stands for: an agent's own name, a model group's or an alias. Raises Refusal

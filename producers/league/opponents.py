@@ -103,7 +103,11 @@ class PublishedVersions:
         event = await self._event(known.offsets[version]) if version in known.offsets else None
         if not isinstance(event, WeightsPublished):
             newest = max(known.offsets, default=None)
-            there = "no version is published" if newest is None else f"the newest version is {newest}"
+            there = (
+                "no version is published; wait for one"
+                if newest is None
+                else f"the newest version is {newest}; name one up to that"
+            )
             raise ModelError(f"player {player}: this version is unknown; of model group {group} {there}")
         return event
 

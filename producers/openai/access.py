@@ -190,7 +190,7 @@ def _too_many(message: str, retry_after_s: int) -> Refusal:
 
 def no_key() -> Refusal:
     """The refusal of a request without a key, or with a wrong one."""
-    return Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
+    return Refusal(401, "the API key is missing or wrong; send a valid key", code="invalid_api_key")
 
 
 def check_is_json(method: str, headers: Mapping[str, str]) -> None:

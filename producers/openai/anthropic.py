@@ -208,13 +208,13 @@ def _texts(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise Refusal(400, f"{where}: neither a text nor a list of blocks", param=where)
+        raise Refusal(400, f"{where}: neither a text nor a list of blocks; send one of these", param=where)
     return "\n".join(_text(block, f"{where}.{number}") for number, block in enumerate(content))
 
 
 def _text(block: Mapping[str, Any], at: str) -> str:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
-        raise Refusal(400, f"{at}: only blocks of type text are supported here", param=at)
+        raise Refusal(400, f"{at}: only blocks of type text are supported here; leave others out", param=at)
     return block["text"]
 
 

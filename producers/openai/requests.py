@@ -87,7 +87,7 @@ class ChatMessage(BaseModel):
         texts: list[str] = []
         for number, part in enumerate(value):
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"part {number} is not text; only parts of type text are supported")
+                raise ValueError(f"part {number} is not text; only parts of type text are supported; leave it out")
             texts.append(part["text"])
         return "\n".join(texts)
 
@@ -244,7 +244,7 @@ def json_of(body: bytes, exact: str = "") -> Any:
     try:
         value = _exact(body.decode(), exact) if exact else orjson.loads(body)
     except ValueError as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from error
+        raise Refusal(400, f"the body is not JSON: {error}; send a JSON object") from error
     level = [value]
     for _ in range(MAX_NESTING):
         level = [item for one in level if isinstance(one, dict | list) for item in _items(one)]

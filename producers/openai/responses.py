@@ -208,12 +208,14 @@ def _text(content: Any, at: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Refusal(400, f"{at}: neither a text nor a list of parts", param=at)
+        raise Refusal(400, f"{at}: neither a text nor a list of parts; send one of these", param=at)
     texts: list[str] = []
     for number, part in enumerate(content):
         is_text = isinstance(part, dict) and part.get("type") in _TEXTS and isinstance(part.get("text"), str)
         if not is_text:
-            raise Refusal(400, f"{at}.{number}: only parts of text are supported", param=f"{at}.{number}")
+            raise Refusal(
+                400, f"{at}.{number}: only parts of text are supported; leave others out", param=f"{at}.{number}"
+            )
         texts.append(part["text"])
     return "\n".join(texts)
 

@@ -79,7 +79,7 @@ def _class(name: str, location: str) -> type[InteractionProtocol]:
         )
     left = ", ".join(sorted(found.__abstractmethods__))
     if left:
-        raise ConfigError(f"{location}: {name} does not define {left}")
+        raise ConfigError(f"{location}: {name} does not define {left}; every protocol must")
     settings: Any = found.Settings
     if not (isinstance(settings, type) and issubclass(settings, ProtocolSettings)):
         raise ConfigError(f"{location}: {name} must have a class Settings that derives from ProtocolSettings")

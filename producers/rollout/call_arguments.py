@@ -15,7 +15,7 @@ _LONG = re.compile(r"\d{19}")
 _WHITE = re.compile(r"[ \t\n\r]*")
 _MAX_DEPTH = 200
 """Arguments of more levels stay a text: orjson writes 254."""
-TOO_DEEP = "values are nested too deeply"
+TOO_DEEP = "values are nested too deeply; make them flatter"
 _TEXTS = json.JSONDecoder(parse_int=str, parse_float=str)
 
 

@@ -145,7 +145,7 @@ def by_template(messages: list[dict[str, Any]], tokenizer: Tokenizer, **options:
         if other != messages:
             with contextlib.suppress(Exception):  # the first refusal is raised: it is about the messages as sent
                 return render(other)
-        raise ChatTemplateError(f"messages: the chat template refuses them: {one_line(error)}") from error
+        raise ChatTemplateError(f"messages: the chat template refuses them: {one_line(error)}; correct them") from error
 
 
 def _with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -255,7 +255,7 @@ class Journal:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise EnvironmentRunError(f"rollout {self.rollout_id} has ended; nothing more can be recorded")
+            raise EnvironmentRunError(f"rollout {self.rollout_id} has ended; record only while it runs")
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -134,7 +134,7 @@ def _exact(step: RecordedStep, conversation: Conversation, tokenizer: Tokenizer)
     _check_ids(completion, tokenizer)
     logprobs = None if recorded.logprobs is None else tokens.decode_floats(recorded.logprobs)
     if logprobs is not None and not all(map(math.isfinite, logprobs)):
-        raise EnvironmentRunError("a recorded log-probability is not a finite number")
+        raise EnvironmentRunError("a recorded log-probability is not a finite number; record finite ones")
     return _CallTokens(
         conversation.continue_from_ids(prompt_ids),
         completion,

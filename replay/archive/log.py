@@ -212,8 +212,8 @@ class ExportArtifacts(ArtifactStore):
         if ref.sha256 in self._files:
             return error
         return ArtifactError(
-            f"{error}; the export {self._folder} does not hold it (with --weights it holds all weights)"
+            f"{error}; the export {self._folder} does not hold it; export the run again (with --weights, for weights)"
         )
 
     def _read_only(self) -> ArtifactError:
-        return ArtifactError(f"an export is read-only: nothing can be stored in {self._folder}")
+        return ArtifactError(f"an export is read-only: nothing can be stored in {self._folder}; use a workspace")

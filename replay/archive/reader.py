@@ -51,7 +51,8 @@ class Table:
         if not 0 <= partition < len(self.covered):
             count = len(self.covered)
             raise TopicError(
-                f"partition {self._topic}/{partition} does not exist: topic {self._topic} has {count} partitions"
+                f"partition {self._topic}/{partition} does not exist: topic {self._topic} has {count} partitions; "
+                "name one of these"
             )
 
     def next_offset(self, partition: int, offset: int) -> int:

@@ -78,7 +78,7 @@ def _check_rewards(recorded: JobStarted, spec: JobSpec) -> None:
     if spec.job.algorithm.needs.step_rewards and recorded.rollout.reward_weights != spec.rollout.reward_weights:
         raise ConfigError(
             "reward_weights cannot change in a what-if with algorithm.step_rewards: process: the rewards of steps "
-            "were weighted when their trajectories were assembled"
+            "were weighted when their trajectories were assembled; leave it out"
         )
     for name in OF_REWARDS if spec.job.algorithm.needs.named_rewards else ():
         if getattr(recorded.rollout, name) != getattr(spec.rollout, name):

@@ -128,7 +128,7 @@ class IntermediateStepPayload(BaseModel):
     @model_validator(mode="after")
     def _only_an_end_has_a_span(self) -> "IntermediateStepPayload":
         if self.event_state != IntermediateStepState.END and self.span_event_timestamp is not None:
-            raise ValueError("span_event_timestamp can only be provided for events with an END state")
+            raise ValueError("span_event_timestamp can only be provided for events with an END state; leave it out")
         return self
 
 

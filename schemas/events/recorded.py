@@ -41,7 +41,7 @@ class RecordedTokens(_Value):
         num_completion = len(tokens.decode_ids(self.completion_ids))
         num_prompt = len(tokens.decode_ids(self.prompt_ids))
         if not num_completion or not num_prompt:
-            raise ValueError("prompt_ids and completion_ids must not be empty")
+            raise ValueError("prompt_ids and completion_ids must not be empty; give the token ids of both")
         if self.logprobs is not None and len(tokens.decode_floats(self.logprobs)) != num_completion:
             raise ValueError(f"logprobs must be {num_completion}, one per completion token")
         if self.spans and sum(span.length for span in self.spans) != num_completion:
@@ -135,7 +135,9 @@ class RecordedRollout(_Value):
     def _rewards_have_steps(self) -> "RecordedRollout":
         for reward in self.rewards:
             if reward.step is not None and reward.step >= len(self.steps):
-                raise ValueError(f"reward {reward.name} is for step {reward.step} of {len(self.steps)}")
+                raise ValueError(
+                    f"reward {reward.name} is for step {reward.step} of {len(self.steps)}; give one of its steps"
+                )
             if reward.is_score and reward.step is None:
                 raise ValueError(f"score {reward.name} has no step; give the step that it is for")
         return self
@@ -150,7 +152,7 @@ class RecordedMember(_Value):
     @model_validator(mode="after")
     def _is_one(self) -> "RecordedMember":
         if (self.rollout is None) == (self.artifact is None):
-            raise ValueError("give a rollout or an artifact")
+            raise ValueError("neither or both of rollout and artifact are given; give one of them")
         return self
 
 

@@ -66,16 +66,16 @@ def spans_of(
         if sampled_by is None:
             raise LostVersionError(f"answers with the weights {one['version']}")
         if one["start"] != end or one["end"] <= end:
-            raise http.error(f"gave version spans that do not follow each other: {shown(given)}")
+            raise http.error(f"gave version spans that do not follow each other: {shown(given)}; look into its log")
         end = one["end"]
         spans.append(VersionSpan(model_group=group, version=sampled_by.published.version, length=end - one["start"]))
     if end != length:
-        raise http.error(f"gave version spans over {end} of {length} tokens")
+        raise http.error(f"gave version spans over {end} of {length} tokens; look into its log")
     return tuple(spans)
 
 
 @contextmanager
-def reading(http: HttpServer, choice: Any, *, remedy: str = "") -> Iterator[None]:
+def reading(http: HttpServer, choice: Any, *, remedy: str = "; look into its log") -> Iterator[None]:
     """Raises ModelError for an answer that lacks what the block reads from it. TooFewToldError stays what it is."""
     try:
         yield

@@ -169,7 +169,7 @@ class Pool:
             give_up_at = give_up_at or time.monotonic() + self._settings.start_timeout_s
             refusals = [error for error in errors if isinstance(error, ModelError)]
             if refusals or time.monotonic() > give_up_at:
-                found = refusals[0] if refusals else ModelError("; ".join(map(str, errors)))
+                found = refusals[0] if refusals else ModelError(f"{'; '.join(map(str, errors))}; see the servers' logs")
                 raise ModelError(f"{version.name} is not loaded: {found}") from found
             await asyncio.sleep(STARTING_S)
 

@@ -93,7 +93,9 @@ class StreamedAnswer:
                 self._add(choice)
                 self.has_begun = True
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise self._http.error(f"sent an event without token ids or log-probabilities: {shown(text)}") from error
+            raise self._http.error(
+                f"sent an event without token ids or log-probabilities: {shown(text)}; look into its log"
+            ) from error
 
     def _add(self, choice: Mapping[str, Any]) -> None:
         ids: list[int] = self.choice["token_ids"]

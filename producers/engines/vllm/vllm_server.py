@@ -366,7 +366,7 @@ class Server:
         try:
             return found["choices"][0]
         except (LookupError, TypeError) as error:
-            raise self.http.error(f"gave an answer without choices: {shown(found)}") from error
+            raise self.http.error(f"gave an answer without choices: {shown(found)}; look into its log") from error
 
     def _hold(self, version: Version) -> None:
         """Have these full weights instead of those before."""

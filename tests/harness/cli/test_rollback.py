@@ -115,9 +115,9 @@ def test_an_unknown_run_group_or_version_is_refused_with_the_known_ones(lab: Lab
         await lab.begin()
         assert await lab.refusal("gone@1") == "run gone does not exist; `rollstream runs` lists all runs"
         assert await lab.refusal("run-1/verifier@1") == (
-            "run-1/verifier@1: run run-1 trains no model group verifier; it trains run-1/policy"
+            "run-1/verifier@1: run run-1 trains no model group verifier; name one that it trains: run-1/policy"
         )
-        assert await lab.refusal("run-1@9") == "run-1/policy@9: run-1/policy has no version 9, it has 0 to 3"
+        assert await lab.refusal("run-1@9") == "run-1/policy@9: run-1/policy has no version 9; give 0 to 3"
 
     asyncio.run(scenario())
 

@@ -331,7 +331,7 @@ def test_a_seed_of_more_than_64_bits_is_refused_wherever_it_comes_from(
         ("llms.modle.temperature", "llms.modle is not defined in the file; did you mean llms.model?"),
         ("llms.modle", "llms.modle is not defined in the file; did you mean llms.model?"),
         ("trainers.tt", "trainers.tt is not defined in the file; defined: t"),
-        ("finetuning.trainer.x", "finetuning.trainer is a value, not a section"),
+        ("finetuning.trainer.x", "finetuning.trainer is a value, not a section; give the path of a key"),
         ("finetuning..x", "give a dotted path such as finetuning.num_epochs"),
     ],
 )

@@ -262,7 +262,7 @@ def test_large_rollouts_lie_in_the_runs_artifact_store(tmp_path, configured):
     ("content", "builder", "message"),
     [
         (b"", {}, "contains no usable rollout"),
-        (b"{\n{", {}, "contains no usable rollout; line 1: not valid JSON"),
+        (b"{\n{", {}, "contains no usable rollout; correct line 1: not valid JSON"),
         (None, {}, "steps.jsonl: cannot be read"),
         (b"{}", {"environment": "arithmetic"}, "trajectory_builders.b.environment: is 'arithmetic', but ingest uses"),
     ],

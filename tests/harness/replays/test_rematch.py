@@ -127,7 +127,7 @@ def test_a_match_reads_move_by_move(tmp_path: Path) -> None:
         ({"versions": "X:1"}, r"--versions X:1: give seats and players as SEAT=PLAYER"),
         (
             {"name": "4/0"},
-            r"--task 4/0: run run-1 has no task run-1/rl/e00004/t00000; the run has tasks from run-1/rl/e",
+            r"--task 4/0: run run-1 has no task run-1/rl/e00004/t00000; name one from run-1/rl/e",
         ),
         ({"member": 2}, r"--member 2: task .* has the members 0 to 1"),
     ],

@@ -100,14 +100,17 @@ def test_weights_of_another_kind_or_model_are_refused(lab: Lab) -> None:
         await lab.record()
         lab.model["lora"] = {}
         reported = await lab.refusal("run-1@1")
-        assert reported == "it has full weights, but the configuration trains lora weights (model.lora)"
+        assert reported == "it has full weights, but the run trains lora weights; change model.lora"
         del lab.model["lora"]
         other = lab.folder / "other"
         other.mkdir()
         (other / "config.json").write_text("{}")
         was, lab.model["path"] = lab.model["path"], str(other)
         reported = await lab.refusal("run-1@1")
-        assert reported == f"it was trained from base model {was}, but the configuration has model.path {other}"
+        assert (
+            reported
+            == f"it was trained from base model {was}, but the configuration has model.path {other}; give that one"
+        )
 
     asyncio.run(scenario())
 

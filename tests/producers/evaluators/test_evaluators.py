@@ -74,7 +74,7 @@ def test_exact_match_compares_with_the_answer(options, response, answer, wanted)
 def test_the_answer_may_have_another_key():
     assert score({"_type": "exact_match", "answer_key": "capital"}, "Paris", capital="Paris") == 1
     with pytest.raises(
-        rewards.RewardError, match=r"eval\.evaluators\.e\.answer_key: .*no key 'answer'; they have: capital"
+        rewards.RewardError, match=r"eval\.evaluators\.e\.answer_key: .*no key 'answer'; name one of: capital"
     ):
         score({"_type": "exact_match"}, "Paris", capital="Paris")
 
@@ -217,7 +217,7 @@ WRONG = [
         {"_type": "regex", "pattern": "(" * 5000 + ")" * 5000},
         r"e\.pattern is not a valid regular expression: maximum recursion",
     ),
-    ({"_type": "json_schema"}, r"e\.schema: give either schema or file"),
+    ({"_type": "json_schema"}, r"e\.schema: neither or both of schema and file are given"),
     ({"_type": "json_schema", "schema": {"type": "objekt"}}, r"e\.schema: \$\.type: "),
     ({"_type": "json_schema", "file": "/no/such.json"}, r"e\.file: /no/such\.json cannot be read"),
     ({"_type": "python", "function": "nodots"}, r"e\.function: 'nodots' is not a path; write module\.function"),

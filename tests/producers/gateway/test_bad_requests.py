@@ -216,7 +216,7 @@ def test_a_wrong_key_is_a_401_and_that_of_another_rollout_a_403(tmp_path, url):
         "whose keys outlast restarts under the same name"
     )
     error, _ = refused(tmp_path, url, ASKED.get(url, {}), 401, Authorization="Bearer sk-wrong")
-    assert error["message"] == "the API key is missing or wrong"
+    assert error["message"] == "the API key is missing or wrong; send a valid key"
     assert error["type"] == ("authentication_error" if url in ANTHROPICS else "invalid_request_error")
 
 

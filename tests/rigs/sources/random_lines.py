@@ -36,7 +36,8 @@ def around(files: dict[str, list[str]], path: str, number: int) -> str:
     if not inside:
         return ""
     node = max(inside, key=lambda one: one.lineno)
-    return f"def {node.name}({ast.unparse(node.args)}): {(ast.get_docstring(node) or '').split('\n\n')[0]}"
+    first = (ast.get_docstring(node) or "").partition("\n\n")[0]
+    return f"def {node.name}({ast.unparse(node.args)}): {first}"
 
 
 def main() -> None:

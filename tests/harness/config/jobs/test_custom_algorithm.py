@@ -302,7 +302,9 @@ def test_an_exception_in_the_settings_of_an_algorithm_is_a_configuration_error_w
     name = module(f"{text}    {method}\nMine.Settings = Own\n")
     with pytest.raises(ConfigError) as refused:
         configured(written, model, name=f"python:{name}.Mine", clip=2.0)
-    expected = rf"cannot be used: KeyError \({name}\.py line \d+, in {location}\): 'no such key'$"
+    expected = (
+        rf"cannot be used: KeyError \({name}\.py line \d+, in {location}\): 'no such key'; correct the algorithm$"
+    )
     assert re.search(expected, str(refused.value)), refused.value
 
 
