@@ -46,8 +46,8 @@ def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
 
 
 def max_rl(rewards_G: Sequence[float]) -> list[float]:
-    """(r - mean) / mean (Tajwar et al., "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710); 0 if no reward
-    was won. Rewards are not negative, see `check_rewards`.
+    """(r - mean) / mean (Tajwar et al., "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710, equation 10);
+    0 if no reward was won (algorithm 1). Rewards are not negative, see `check_rewards`.
     """
     mean = math.fsum(rewards_G) / len(rewards_G)
     return [value / mean if mean > 0 else 0.0 for value in group_mean(rewards_G)]
@@ -80,8 +80,8 @@ def by_group(rewards: Sequence[float], groups: Iterable[Hashable], estimator: Ad
 
 
 def decoupled(members: Sequence[Member], weights: Mapping[str, float]) -> list[float]:
-    """GDPO (arXiv 2601.05242): the weighted sum of each reward's `group_std`, normalised by mean and deviation of all
-    such sums of the agent in the batch. A reward that a member did not get counts as 0.
+    """GDPO (arXiv 2601.05242, equations 4, 6 and 7): the weighted sum of each reward's `group_std`, normalised by mean
+    and deviation of all such sums of the agent in the batch. A reward that a member did not get counts as 0.
     """
     groups = [(member.group_id, member.agent) for member in members]
     sums = [0.0] * len(members)

@@ -5,6 +5,8 @@ from rollstream.schemas.algorithms import OpsdSettings
 
 
 class Opsd(Opd):
-    """On-policy distillation by a fixed teacher that has the solution (arXiv 2601.18734, "Self-Distilled Reasoner")."""
+    """On-policy distillation by a fixed teacher that has the solution ("Self-Distilled Reasoner", arXiv 2601.18734v3,
+    equation 9).
+    """
 
     Settings = OpsdSettings  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]

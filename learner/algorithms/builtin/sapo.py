@@ -18,8 +18,8 @@ class Sapo(PolicyGradient):
     def loss(self, tokens: TokenBatch, settings: SapoSettings) -> Losses:
         """-sigmoid(t (r - 1)) 4 / t A - c H by token, r = exp(current - behaviour), t by the sign of A.
 
-        "Soft Adaptive Policy Optimization" (arXiv 2511.20347): the gradient's weight is r times 4 g (1 - g) with the
-        gate g, 1 at r = 1, and fades on both sides.
+        "Soft Adaptive Policy Optimization" (arXiv 2511.20347, equations 5 and 6): the gradient's weight is r times
+        4 g (1 - g) with the gate g, 1 at r = 1, and fades on both sides.
         """
         ratio_N = log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp()
         temperature_N = torch.full_like(ratio_N, settings.temperature_negative)

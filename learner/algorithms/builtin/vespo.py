@@ -22,7 +22,8 @@ class Vespo(PolicyGradient):
         """-sg(f(w)) A log p - c H by token, f(w) = w^k exp(l (1 - w)), w the product of the sequence's ratios.
 
         k and l are those of the advantage's sign, which f is 1 at w = 1 for; log w is held within log 1e-8 and 20.
-        "Variational Sequence-Level Soft Policy Optimization", in the form of TRL's `loss_type: vespo`.
+        "Variational Sequence-Level Soft Policy Optimization" (arXiv 2602.10693v3, equation 20), with the bounds of
+        log w in TRL's `loss_type: vespo`.
         """
         with torch.no_grad():
             ratios_N = (tokens.logprobs_N - tokens.behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
