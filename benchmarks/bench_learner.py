@@ -4,7 +4,9 @@
 
 One GRPO step (forward, loss, backward, optimizer) on groups of 8 over one prompt, each pass in a process of
 its own. `head` is the head alone, on hidden states made in place: its peak is in units of tokens x vocabulary x 4
-bytes, above what the process held before. Memory is the process's resident peak.
+bytes, above what the process held before. Memory is the process's resident peak. `--head` measures the head alone:
+
+    python benchmarks/bench_learner.py --head --output benchmarks/results/bench_head.json
 
     python benchmarks/bench_learner.py --phases 20M --output benchmarks/results/bench_phases.json
 
@@ -239,6 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--head", action="store_true", help="measure the head alone")
     parser.add_argument("--phases", choices=PHASES, help="measure the phases of a version of this size")
     parser.add_argument("--versions", type=int, default=VERSIONS, help="of a job with --phases")
     parser.add_argument("--one", nargs=2, metavar=("FOLDER", "MODE"), help="one pass, as JSON; FOLDER `head`: the head")
@@ -253,7 +256,8 @@ def main() -> None:
         return
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as kept:
-        folders = {name: str(make_tiny_model(Path(kept) / name, **shape)) for name, shape in SIZES.items()}
+        sizes = {} if args.head else SIZES
+        folders = {name: str(make_tiny_model(Path(kept) / name, **shape)) for name, shape in sizes.items()}
         for _ in range(args.repeats):
             for name, folder in {**folders, "head": "head"}.items():
                 for mode in MODES:
