@@ -12,6 +12,7 @@ from rollstream.learner.model.collate import TrainRow, pad
 from rollstream.schemas.algorithm_settings import teacher_of
 from rollstream.schemas.algorithms import MixSettings
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
+from tests.rigs.parity_log import log_difference
 
 RNG = np.random.default_rng(7)
 CURRENT, BEHAVIOUR, TEACHER = RNG.normal(-2.0, 0.5, (3, 9))
@@ -93,6 +94,8 @@ def test_loss_and_gradient_are_the_sum_of_means_however_micro_batches_are_divide
     total.backward()
     loss, gradient = by_hand()
     assert current.grad is not None
+    log_difference("mix", "loss", total.item(), loss)
+    log_difference("mix", "gradient", current.grad, gradient)
     assert float(total.detach()) == pytest.approx(loss, rel=1e-5)
     assert current.grad.tolist() == pytest.approx(gradient.tolist(), rel=1e-5, abs=1e-9)
     metrics = Mix().metrics(sums, Counts(9, 3, 0))

@@ -45,6 +45,7 @@ from rollstream.schemas.policy_gradient import (
     RaeSettings,
     ReinforcePpSettings,
 )
+from tests.rigs.parity_log import log_difference
 
 LENGTHS = (3, 1, 4)
 ROW_OF = np.repeat(np.arange(3), LENGTHS)
@@ -102,9 +103,10 @@ def gspo() -> tuple[np.ndarray, np.ndarray]:
         is_own = row == ROW_OF
         s = np.prod(RATIOS[is_own]) ** (1 / length)
         a = ADVANTAGES[is_own][0]
-        bounded = min(max(s, 0.9), 1.1)
+        bounded = min(max(s, 0.63), 1.3)
         losses.append(-min(s * a, bounded * a))
         gradient += [-s * a / length if s * a <= bounded * a else 0.0] * length
+    assert [any(gradient[:3]), any(gradient[3:4]), any(gradient[4:])] == [False, True, False], "above, within, below"
     return np.array(losses), np.array(gradient)
 
 
@@ -170,7 +172,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "grpo-unbiased-kl": (Grpo(), GrpoSettings(kl_coefficient=0.2, unbiased_kl=True), grpo_unbiased_kl),
     "sft": (Sft(), SftSettings(), sft),
     "cispo": (Cispo(), CispoSettings(clip_high=0.3), cispo),
-    "gspo": (Gspo(), GspoSettings(clip_low=0.1, clip_high=0.1), gspo),
+    "gspo": (Gspo(), GspoSettings(clip_low=0.37, clip_high=0.3), gspo),
     "dppo-tv": (Dppo(), DppoSettings(delta=0.03, ratio_max=2.0), dppo_tv),
     "dppo-kl": (Dppo(), DppoSettings(divergence="binary_kl", delta=0.005, ratio_max=2.0), dppo_kl),
     "sapo": (Sapo(), SapoSettings(temperature_negative=1.5), sapo),
@@ -193,6 +195,8 @@ def test_loss_and_gradient_are_those_of_the_papers_equation(name: str) -> None:
     found.sum().backward()
     losses, gradient = wanted()
     assert current.grad is not None
+    log_difference(name, "loss", found.tolist(), losses)
+    log_difference(name, "gradient", current.grad, gradient)
     assert found.tolist() == pytest.approx(losses.tolist(), rel=1e-5)
     assert current.grad.tolist() == pytest.approx(gradient.tolist(), rel=1e-5, abs=1e-9)
 
@@ -229,9 +233,11 @@ def test_the_reference_point_of_kto_is_the_divergence_of_the_sampling_policy() -
     found.sum().backward()
     for row, sign in enumerate((1, -1, -1)):
         value = 1 / (1 + np.exp(-sign * 0.3 * (np.sum((CURRENT - reference)[row == ROW_OF]) - z)))
+        log_difference(f"kto-sampled row {row}", "loss", found[row].item(), 1 - value)
         assert float(found[row].detach()) == pytest.approx(1 - value, rel=1e-5)
         assert current.grad is not None
         wanted = [-value * (1 - value) * sign * 0.3] * LENGTHS[row]
+        log_difference(f"kto-sampled row {row}", "gradient", current.grad[torch.tensor(row == ROW_OF)], wanted)
         assert current.grad[torch.tensor(row == ROW_OF)].tolist() == pytest.approx(wanted, rel=1e-5)
     with pytest.raises(RunFailedError, match="needs recorded scores"):
         Kto().prepare(BatchView(rows, members), settings)
@@ -274,9 +280,11 @@ def test_losses_of_pairs_are_those_of_the_papers_equations(name: str) -> None:
     others = [torch.tensor(one) for one in (reference_chosen, reference_rejected, np.zeros(5))]
     found = loss_of(PairBatch(*columns, *others), settings).values
     found.sum().backward()
+    log_difference(f"dpo-{name}", "loss", found.tolist(), losses)
     assert found.tolist() == pytest.approx(losses.tolist(), rel=1e-9)
     for column, sign in zip(columns, (1, -1), strict=True):
         assert column.grad is not None
+        log_difference(f"dpo-{name}", "gradient", column.grad, sign * gradient)
         assert column.grad.tolist() == pytest.approx((sign * gradient).tolist(), rel=1e-9)
 
 
@@ -361,8 +369,11 @@ def test_algorithms_that_share_the_clipped_objective_have_the_advantages_of_thei
     free, bounded = RATIOS * wanted, np.clip(RATIOS, 1 - settings.clip_low, 1 + settings.clip_high) * wanted
     objective = np.where(wanted < 0, np.maximum(np.minimum(free, bounded), 3 * wanted), np.minimum(free, bounded))
     assert current.grad is not None
-    assert found.values.tolist() == pytest.approx((-objective).tolist(), rel=1e-5, abs=1e-7)
     is_free = objective == free
+    log_difference(name, "advantage", advantages, wanted)
+    log_difference(name, "loss", found.values.tolist(), -objective)
+    log_difference(name, "gradient", current.grad, np.where(is_free, -free, 0.0))
+    assert found.values.tolist() == pytest.approx((-objective).tolist(), rel=1e-5, abs=1e-7)
     assert current.grad.tolist() == pytest.approx(np.where(is_free, -free, 0.0).tolist(), rel=1e-5, abs=1e-7)
 
 

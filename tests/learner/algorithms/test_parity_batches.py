@@ -17,6 +17,7 @@ from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.learner.model.aggregation import aggregated
 from rollstream.learner.model.logprobs import Head, selected_logprobs
 from rollstream.schemas.algorithms import ExpertIterationSettings, GrpoSettings, MaltSettings, SftSettings
+from tests.rigs.parity_log import log_difference
 
 LENGTHS = (3, 1, 4)
 ROW_OF = np.repeat(np.arange(3), LENGTHS)
@@ -55,6 +56,8 @@ def test_an_aggregation_gives_loss_and_gradient_of_its_equation(by: Literal["tok
     loss.backward()
     shares = WEIGHTS / divisors(by)
     assert current.grad is not None
+    log_difference(f"aggregation {by}", "loss", loss.item(), (values * shares).sum())
+    log_difference(f"aggregation {by}", "gradient", current.grad, shares)
     assert loss.item() == pytest.approx(float((values * shares).sum()), rel=1e-12)
     assert current.grad.tolist() == pytest.approx(shares.tolist(), rel=1e-12)
 
@@ -74,6 +77,8 @@ def test_grpo_of_a_mini_batch_is_the_papers_equation(by: Literal["tokens", "sequ
     free, bounded = ratios * ADVANTAGES, np.clip(ratios, 0.8, 1.28) * ADVANTAGES
     gradient = np.where(free <= bounded, -free, 0.0) / divisors(by)
     assert current.grad is not None
+    log_difference(f"grpo batch {by}", "loss", loss.item(), (-np.minimum(free, bounded) / divisors(by)).sum())
+    log_difference(f"grpo batch {by}", "gradient", current.grad, gradient)
     assert loss.item() == pytest.approx(float((-np.minimum(free, bounded) / divisors(by)).sum()), rel=1e-12)
     assert current.grad.tolist() == pytest.approx(gradient.tolist(), rel=1e-12)
 
@@ -100,6 +105,8 @@ def test_the_entropy_bonus_has_the_gradient_of_the_softmaxs_entropy() -> None:
     of_logprob = np.where(free <= bounded, -free, 0.0)[:, None]
     of_logits = of_logprob * (np.eye(11)[targets] - p) + 0.3 * p * (log_p + entropy)
     assert states.grad is not None
+    log_difference("entropy bonus", "loss", loss.item(), (-np.minimum(free, bounded) - 0.3 * entropy[:, 0]).mean())
+    log_difference("entropy bonus", "gradient", states.grad, of_logits @ weight / 0.7 / 8)
     assert loss.item() == pytest.approx(float((-np.minimum(free, bounded) - 0.3 * entropy[:, 0]).mean()), rel=1e-12)
     assert states.grad.flatten().tolist() == pytest.approx((of_logits @ weight / 0.7 / 8).flatten().tolist(), rel=1e-9)
 
@@ -138,6 +145,8 @@ def test_expert_iteration_is_the_weighted_negative_log_likelihood(selection: Lit
     loss.backward()
     shares = factors[ROW_OF][chosen] / chosen.sum()
     assert current.grad is not None
+    log_difference(f"expert_iteration {selection}", "loss", loss.item(), -(shares * CURRENT[chosen]).sum())
+    log_difference(f"expert_iteration {selection}", "gradient", current.grad, -shares)
     assert loss.item() == pytest.approx(float(-(shares * CURRENT[chosen]).sum()), rel=1e-12)
     assert current.grad.tolist() == pytest.approx((-shares).tolist(), rel=1e-12)
 
@@ -168,5 +177,7 @@ def test_malt_is_dpo_against_the_policy_of_the_iteration(
         gradient[chosen] -= 0.4 * (1 - p) * scale[chosen] + 0.2 / lengths[chosen]
         gradient[rejected] += 0.4 * (1 - p) * scale[rejected]
     assert current.grad is not None
+    log_difference(f"malt {reference}", "loss", found.tolist(), losses)
+    log_difference(f"malt {reference}", "gradient", current.grad, gradient[ROW_OF])
     assert found.tolist() == pytest.approx(losses, rel=1e-12)
     assert current.grad.tolist() == pytest.approx(gradient[ROW_OF].tolist(), rel=1e-12)
