@@ -177,11 +177,19 @@ def check_hub(path: str, location: str) -> None:
     """
     if Path(path).expanduser().is_dir():
         return
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         if not isinstance(try_to_load_from_cache(path, "config.json"), str):
             hf_hub_download(path, "config.json")
+    except LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE forbids a download" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise ConfigError(
+            f"{location}: {path} is neither a folder of {Path.cwd()} nor in the hub's cache {constants.HF_HUB_CACHE}, "
+            f"and {why}; run `hf download {path}` where it can be, set HF_HOME to the cache that has it, or start the "
+            "command in the folder that it is relative to"
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"{location}: {path} is neither a folder of {Path.cwd()} nor to be had from the hub: {one_line(error)}; "

@@ -367,7 +367,7 @@ def load_tokenizer(base_model: str) -> ChatTokenizer:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(
             f"model {base_model} has no tokenizer that can be loaded: {one_line(error)}; add its "
-            "files to the model's folder"
+            "files to the model's folder, or download it first"
         ) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made by transformers if the folder has no files of one
         raise ModelError(f"the tokenizer of model {base_model} is empty; add tokenizer.json to the model's folder")

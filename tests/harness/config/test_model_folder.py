@@ -56,9 +56,14 @@ def test_a_model_that_is_not_a_folder_must_be_in_the_hubs_cache_or_on_the_hub(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    for name in ("models/tiny", "no name/at all"):
-        with pytest.raises(ConfigError, match=rf"{AT}: {name} is neither a folder of {tmp_path} nor "):
-            check_hub(name, AT)
+    here = f"is neither a folder of {tmp_path} nor"
+    offline = (
+        f"in the hub's cache {tmp_path}/cache, and HF_HUB_OFFLINE forbids a download; run `hf download models/tiny`"
+    )
+    with pytest.raises(ConfigError, match=f"{AT}: models/tiny {here} {offline} where it can be, set HF_HOME to the "):
+        check_hub("models/tiny", AT)
+    with pytest.raises(ConfigError, match=f"{AT}: no name/at all {here} to be had from the hub: "):
+        check_hub("no name/at all", AT)
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     check_hub("models/tiny", AT)
     snapshot = tmp_path / "cache" / "models--org--model" / "snapshots" / "a"

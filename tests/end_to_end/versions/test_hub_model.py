@@ -1,0 +1,57 @@
+"""A model by its name on the hub: from the hub's cache, without a network, trained and merged like one in a folder."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NAME = "tiny-org/tiny-agent"
+REVISION = hashlib.sha1(NAME.encode()).hexdigest()
+
+
+def move_to_cache(model: Path, home: Path) -> None:
+    """Make a folder the newest snapshot of `NAME` in a hub cache, as huggingface_hub leaves it after a download."""
+    kept = home / "hub" / f"models--{NAME.replace('/', '--')}"
+    snapshot = kept / "snapshots" / REVISION
+    for folder in (kept / "refs", kept / "blobs", snapshot):
+        folder.mkdir(parents=True)
+    (kept / "refs" / "main").write_text(REVISION)
+    for file in sorted(model.iterdir()):
+        blob = hashlib.sha256(file.read_bytes()).hexdigest()
+        file.rename(kept / "blobs" / blob)
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", blob))
+    model.rmdir()
+
+
+@pytest.mark.parametrize("lora", [{"rank": 4, "alpha": 8}, None], ids=["adapter", "full weights"])
+def test_a_model_of_the_hubs_cache_is_trained_and_merged_offline(project: Any, lora: dict[str, int] | None) -> None:
+    home = project.folder / "hub_home"
+    offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    move_to_cache(project.model, home)
+    configuration = project.configuration(num_epochs=1)
+    configuration["trainer_adapters"]["learner"]["model"] = {"path": NAME, "lora": lora}
+    command = ("finetune", "--config_file", str(project.write(configuration)), "--run_id", "hub")
+    done = project.run(*command, **offline)
+    assert done.returncode == 0, done.stdout + done.stderr + project.logs()
+    (step,) = project.rows("SELECT version FROM training_steps WHERE num_optimizer_steps > 0")
+    assert step["version"] == 1
+    output = project.folder / "merged"
+    merged = project.run("merge", "hub@1", "--output", str(output), **offline)
+    assert (merged.returncode, merged.stderr) == (0, "")
+    weights = "full" if lora is None else "lora"
+    assert merged.stdout == f"{output}: hub/policy@1, {weights} weights\n"
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
+        path.name for path in output.iterdir()
+    }
+    configuration["trainer_adapters"]["learner"]["model"] = {"path": "tiny-org/absent"}
+    command = ("finetune", "--config_file", str(project.write(configuration)), "--run_id", "absent")
+    refused = project.run(*command, **offline)
+    assert refused.returncode == 1
+    assert (
+        f"tiny-org/absent is neither a folder of {project.folder} nor in the hub's cache {home}/hub" in refused.stderr
+    )
+    assert "run `hf download tiny-org/absent`" in refused.stderr
+    assert refused.stderr.count("\n") == 1
