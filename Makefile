@@ -69,7 +69,7 @@ bench: .venv/.ready ## Speed: medians of several passes; JSON in benchmarks/resu
 	$(BIN)/python benchmarks/run.py
 
 bench-learner: .venv-bench/.ready ## The learner beside TRL and a bare loop, in an environment of its own; JSON in benchmarks/results
-	.venv-bench/bin/python benchmarks/bench_trl.py --output benchmarks/results/bench_trl.json $(BENCH)
+	.venv-bench/bin/python -m benchmarks.bench_trl --output benchmarks/results/bench_trl.json $(BENCH)
 
 bench-gpu: .venv-bench/.ready ## The learner on an NVIDIA GPU, beside TRL, in that environment; JSON in benchmarks/results
 	.venv-bench/bin/python -m benchmarks.bench_gpu_kernels --output benchmarks/results/bench_gpu_kernels.json

@@ -1,10 +1,11 @@
 """The learner beside TRL's trainers and a bare loop: CPU seconds, wall seconds and peak memory of an optimizer step.
 
-    make bench-learner    # or: .venv-bench/bin/python benchmarks/bench_trl.py --repeats 3 --output FILE
+    make bench-learner    # or: .venv-bench/bin/python -m benchmarks.bench_trl --repeats 3 --output FILE
 
 GRPO, DPO and SFT on one batch: groups of 8 over one prompt, of fixed or of realistic (log-normal) lengths, with
 models of 0.3M and 20M parameters made in place. Each pass is a process of its own on one thread, the systems take
-turns, and what is kept are medians. TRL is tried with several sizes of micro-batches first, and its best one counts.
+turns, and what is kept are medians. TRL is tried with 1 to 32 rows a micro-batch first, on each case, and the fastest
+setting of a case counts.
 Its GRPO generates nothing: it is given the completions. The bare loop is torch, AdamW and the same prefix trees,
 without anything else of the learner. Peaks are resident memory above what was held before the first step.
 """
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.trl_settings import fastest, rows_tried
 from rollstream.learner.algorithms import table
 from rollstream.learner.algorithms.base import BatchView, Member, Row
 from rollstream.learner.model.optimizer import make_optimizer
@@ -50,7 +52,6 @@ GROUP, STEPS = 8, 3
 KINDS = ("grpo", "dpo", "sft")
 LENGTHS = ("fixed", "realistic")
 SYSTEMS = ("rollstream", "trl", "bare")
-MICRO_BATCHES = (4, 8, 16)
 Texts = list[tuple[str, list[str]]]
 Tokens = list[tuple[list[int], list[list[int]]]]
 Costs = dict[str, float]
@@ -325,7 +326,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--rows", type=int, help="of TRL's micro-batches; without it the best one is looked for")
+    parser.add_argument("--lengths", nargs="*", default=list(LENGTHS), choices=LENGTHS)
+    parser.add_argument("--rows", type=int, help="of TRL's micro-batches; without it the fastest of each case")
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--one", nargs=6, metavar=("SYSTEM", "FOLDER", "SIZE", "KIND", "LENGTHS", "ROWS"))
     args = parser.parse_args()
@@ -335,20 +337,18 @@ def main() -> None:
     found: dict[str, dict[str, list[Costs]]] = {}
     with tempfile.TemporaryDirectory() as kept:
         folders = {name: str(make_tiny_model(Path(kept) / name, max_length=1024, **SIZES[name])) for name in args.sizes}
-        cases = [(size, kind, lengths) for size in args.sizes for kind in args.kinds for lengths in LENGTHS]
-        best = {
-            (size, kind): args.rows or best_micro_batch(folders[size], size, kind)
-            for size in args.sizes
-            for kind in args.kinds
-        }
+        cases = [(size, kind, lengths) for size in args.sizes for kind in args.kinds for lengths in args.lengths]
+        tried = {case: {} if args.rows else tried_rows(folders[case[0]], *case) for case in cases}
+        best = {case: args.rows or fastest(tried[case]) for case in cases}
         for _ in range(args.repeats):
             for case in cases:
                 for system in SYSTEMS:
-                    costs = in_process(system, folders[case[0]], *case, best[case[:2]])
+                    costs = in_process(system, folders[case[0]], *case, best[case])
                     found.setdefault(" ".join(case), {}).setdefault(system, []).append(costs)
                     print(*case, system, costs, file=sys.stderr, flush=True)
     report: dict[str, Any] = {"cores": os.cpu_count(), "threads": 1, "repeats": args.repeats, "versions": versions()}
     report["trl_micro_batch_rows"] = {" ".join(case): rows for case, rows in best.items()}
+    report["trl_cpu_s_by_rows"] = {" ".join(case): cpu_s for case, cpu_s in tried.items()}
     text = json.dumps({**report, "cases": {name: summary(case) for name, case in found.items()}}, indent=2)
     print(text)
     if args.output:
@@ -357,15 +357,15 @@ def main() -> None:
 
 def in_process(system: str, folder: str, size: str, kind: str, lengths: str, rows: int) -> Costs:
     """One pass in a process of its own."""
-    command = [sys.executable, __file__, "--one", system, folder, size, kind, lengths, str(rows)]
+    command = [sys.executable, "-m", "benchmarks.bench_trl", "--one", system, folder, size, kind, lengths, str(rows)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def best_micro_batch(folder: str, size: str, kind: str) -> int:
-    """Rows of the micro-batches that TRL is fastest with, on realistic lengths."""
-    tried = {rows: in_process("trl", folder, size, kind, LENGTHS[-1], rows)["cpu_s"] for rows in MICRO_BATCHES}
-    return min(tried, key=lambda rows: tried[rows])
+def tried_rows(folder: str, size: str, kind: str, lengths: str) -> dict[int, float]:
+    """TRL's CPU seconds on a case by rows of its micro-batches."""
+    rows = rows_tried(kind, GROUPS[size] * GROUP)
+    return {number: in_process("trl", folder, size, kind, lengths, number)["cpu_s"] for number in rows}
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,45 @@
+"""The comparison with TRL: which micro-batches it tries, and a step of each system as small as can be."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_trl
+from benchmarks.trl_settings import fastest, rows_tried
+from rollstream.learner.tiny_model import make_tiny_model
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "wanted"),
+    [("grpo", 64, [1, 2, 4, 8, 16, 32]), ("sft", 16, [1, 2, 4, 8, 16]), ("dpo", 64, [2, 4, 8, 16, 32])],
+)
+def test_each_division_of_a_step_is_tried_once(kind: str, num_rows: int, wanted: list[int]) -> None:
+    assert rows_tried(kind, num_rows) == wanted
+    for size, groups in bench_trl.GROUPS.items():
+        assert max(rows_tried(kind, groups * bench_trl.GROUP)) <= groups * bench_trl.GROUP, size
+
+
+def test_the_fastest_number_of_rows_is_chosen_and_the_smaller_of_two() -> None:
+    assert fastest({32: 2.0, 16: 1.5, 1: 1.5, 8: 1.8}) == 1
+
+
+@pytest.mark.slow
+def test_a_pass_of_each_system_gives_seconds_and_a_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_trl, "STEPS", 1)
+    folder = make_tiny_model(tmp_path / "model", max_length=256)
+    texts = bench_trl.texts_of(1, "fixed")
+    passes = [bench_trl.ours(str(folder), kind, texts) for kind in bench_trl.KINDS]
+    passes += [bench_trl.bare(str(folder), kind, texts) for kind in bench_trl.KINDS]
+    if find_spec("trl"):
+        passes += [bench_trl.trl(str(folder), "sft", texts, rows) for rows in (1, 8)]
+    assert all(costs["cpu_s"] > 0 and costs["peak_mib"] >= 0 for costs in passes)
+
+
+@pytest.mark.slow
+def test_the_command_knows_each_case() -> None:
+    command = [sys.executable, "-m", "benchmarks.bench_trl", "--help"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert all(option in shown.stdout for option in ("--sizes", "--kinds", "--lengths", "--rows"))
