@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rollstream.learner import (
-        checkpoint_files,
         collection,
         inbox,
         progress,
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "checkpoint_files",
     "collection",
     "inbox",
     "progress",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.log import EventLog
-from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder
+from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder
 from rollstream.learner.inbox import Inbox, check_follows, check_next
 from rollstream.learner.model.memory import within_memory
 from rollstream.learner.model.ranks import Ranks

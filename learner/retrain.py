@@ -11,7 +11,7 @@ from torch import Tensor
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
-from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder
+from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder
 from rollstream.learner.inbox import check_follows
 from rollstream.learner.model.policy import published_sha256
 from rollstream.learner.model.step import StepResult, adopted, device_name

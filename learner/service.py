@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.log import KafkaLog
-from rollstream.learner.checkpoint import read
+from rollstream.learner.checkpoints.checkpoint import read
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.parallel.launch import is_started_together
 from rollstream.learner.parallel.process_ranks import DROP, END, LOAD, ProcessRanks, joined

@@ -16,7 +16,7 @@ from rollstream.eventlog.files import HashedFile, base_sha256
 from rollstream.learner.algorithms import off_policy, table
 from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
-from rollstream.learner.checkpoint import Checkpoint, CheckpointPosition, part
+from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointPosition, part
 from rollstream.learner.model.collate import check_lengths, check_token_ids, holder_of, member_of, rows_of
 from rollstream.learner.model.loading import num_positions
 from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
@@ -215,7 +215,7 @@ class JobTrainer:
         return {name: value.detach().to("cpu", copy=True) for name, value in self.state().items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Everything to go on from. The next optimizer step changes its weights and moments: they are no copies."""
+        """Everything to go on from. Weights and moments are not copied: the next optimizer step changes them."""
         tensors = {f"weights/{name}": value for name, value in self.model.weights().items()}
         state = state_tensors(self._optimizer, self.model.trainable())
         tensors |= {f"optimizer/{name}": value for name, value in state.items()}

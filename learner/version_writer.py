@@ -13,7 +13,7 @@ from torch import Tensor
 from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.files import HashedFile
-from rollstream.learner.checkpoint import CheckpointFolder, CheckpointPosition, CheckpointWriter, part
+from rollstream.learner.checkpoints.checkpoint import CheckpointFolder, CheckpointPosition, CheckpointWriter, part
 from rollstream.learner.inbox import Inbox
 from rollstream.learner.model.policy import from_bytes
 from rollstream.learner.model.step import StepResult
@@ -127,7 +127,7 @@ class VersionWriter:
         return await self._files.weights(version, tensors)
 
     async def held(self, trained: Trained) -> Trained:
-        """What `finish` needs of a batch's state, to be asked for before the next batch is trained.
+        """The batch with everything that `finish` needs while the next one is trained.
 
         Weights that are published in another type than the trained one are written at once: the copies that this takes
         would be in the way of the next batch.

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import Received
 from rollstream.learner import retention
-from rollstream.learner.checkpoint_files import checkpoints_in, inspect
+from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in, inspect
 from rollstream.learner.progress import GroupState, LogState, evolve
 from rollstream.learner.retention import WeightNeeds
 from rollstream.learner.scoring.index import ScoreAsked, digest_of, scorers_of

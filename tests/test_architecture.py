@@ -29,7 +29,7 @@ FLOORS = {
     "learner": [
         "learner/shared_model_group",
         "learner",
-        "learner/scoring",
+        "learner/checkpoints learner/scoring",
         "learner/reading",
         "learner/parallel",
         "learner/model",

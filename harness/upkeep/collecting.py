@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.reading import read_to_end
-from rollstream.learner.checkpoint_files import checkpoints_in, leftovers_in
+from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in, leftovers_in
 from rollstream.learner.collection import MAX_VERSIONS, collected, take
 from rollstream.learner.retention import Stored, WeightNeeds, removable, versions_of
 from rollstream.schemas import ids

@@ -232,16 +232,16 @@ class StepTrained(WeightEvent):
     manifest_sha256: str = added("")
     """Content digest of the batch's manifest; empty where it was not kept."""
     scores_sha256: str = added("")
-    """Digest of the ReferenceScored that the step was trained with: sha256 over their content digests, in the
-    manifest's order. Empty if it was trained without any."""
+    """Digest of the ReferenceScored that it was trained with: sha256 over their content digests, in the manifest's
+    order. Empty if there were none."""
     num_optimizer_steps: int
     metrics: dict[str, FiniteFloat]
     """Named area/name: loss/total, reward/mean, policy/entropy, policy/kl, clip/low, ..."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """Seconds by phase: finish (of the version before: its events, pruning, collection), wait, fetch, score (where the
-    loss needs a reference or a teacher), collate, forward_backward, hold (until the version before, which was written
-    meanwhile, was on disk), optimizer, hash, checkpoint, publish (storing the weights); restore in place of fetch to
-    optimizer for a rollback. The last three and finish are missing if the next batch was trained meanwhile."""
+    loss needs a reference or a teacher), collate, forward_backward, hold (until the version before, written
+    meanwhile, is on disk), optimizer, hash, checkpoint, publish; restore in place of fetch to optimizer for a rollback.
+    The last three, and finish, are missing if the next batch was trained meanwhile."""
     tokens_per_s: float = 0.0
     adopts: int | None = added(None, ge=0)
     """Earlier version to whose state the learner returned, for a rollback, which takes no optimizer step."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollstream.eventlog import codec
-from rollstream.learner.checkpoint import CheckpointFolder, CheckpointPosition
+from rollstream.learner.checkpoints.checkpoint import CheckpointFolder, CheckpointPosition
 from rollstream.learner.model.policy import published_sha256
 from rollstream.learner.model.step import device_name
 from rollstream.learner.reading.members import check_members, fetch_records

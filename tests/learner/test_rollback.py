@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog import codec
-from rollstream.learner.checkpoint import CheckpointFolder
+from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
 from rollstream.learner.progress import Manifest
 from rollstream.learner.retrain import RecordedJob, Retraining
 from rollstream.learner.trainer import JobTrainer

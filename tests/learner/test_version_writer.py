@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rollstream.eventlog import codec
-from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, read
-from rollstream.learner.checkpoint_files import checkpoints_in
+from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder, read
+from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in
 from rollstream.learner.model.policy import from_bytes
 from rollstream.learner.trainer import JobTrainer
 from rollstream.learner.version_writer import AbandonedError, StateInUse
@@ -32,7 +32,7 @@ SLOW_S = 0.3
 
 
 class Work:
-    """What the threads of a learner do, in order."""
+    """Record of the work of a learner's threads, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, save: Callable[[], None] = lambda: time.sleep(SLOW_S)) -> None:
         """`save`: is called before each checkpoint is written."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.harness.upkeep.collecting import remove
-from rollstream.learner.checkpoint import CheckpointFolder
+from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
 from tests.harness.upkeep.test_gc import found_in, log_of, run
 
 

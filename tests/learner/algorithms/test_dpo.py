@@ -14,7 +14,7 @@ from rollstream.learner.algorithms.base import BatchView, Counts, Prepared
 from rollstream.learner.algorithms.builtin import dpo
 from rollstream.learner.algorithms.builtin.dpo import Dpo, PairBatch
 from rollstream.learner.algorithms.pairs import Pair, rows_of_pairs
-from rollstream.learner.checkpoint import CheckpointFolder
+from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
 from rollstream.learner.model import collate
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic

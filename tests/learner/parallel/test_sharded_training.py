@@ -15,7 +15,7 @@ import torch
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Member, Row
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.builtin.malt import Malt
-from rollstream.learner.checkpoint import part
+from rollstream.learner.checkpoints.checkpoint import part
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import train_batch

@@ -12,8 +12,8 @@ import safetensors
 import safetensors.torch
 import torch
 
-from rollstream.learner.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, part, read
-from rollstream.learner.checkpoint_files import checkpoints_in, inspect, weights_in
+from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, part, read
+from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in, inspect, weights_in
 from rollstream.learner.model.policy import to_bytes
 from rollstream.learner.model.tensor_file import pieces
 from rollstream.schemas.events import StepTrained

@@ -13,7 +13,7 @@ from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import Position
-from rollstream.learner.checkpoint import CheckpointFolder
+from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
 from rollstream.learner.model.policy import from_bytes, to_bytes
 from rollstream.learner.worker import Worker
 from rollstream.schemas.algorithms import GrpoSettings

@@ -31,7 +31,7 @@ from rollstream.eventlog.files import (
     write_hashed,
     write_whole,
 )
-from rollstream.learner.checkpoint_files import (
+from rollstream.learner.checkpoints.checkpoint_files import (
     CONTENT,
     SHARDS,
     SUFFIX,
