@@ -279,7 +279,7 @@ def validation_metrics(output: Any, reward: str | None) -> dict[str, Any]:
             f"{item.id}: {getattr(item, 'error', None) or 'no score'}" for item in missing[:REASONS_TOLD]
         )
         raise EnvironmentRunError(
-            f"{len(missing)} of {len(items)} examples have no score ({reasons}); correct their evaluator"
+            f"{len(missing)} of {len(items)} examples have no score ({reasons}); have them scored"
         )
     if not items:
         raise EnvironmentRunError("the validation evaluated no example; add examples to its dataset")

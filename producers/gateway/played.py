@@ -154,7 +154,7 @@ class PlayedRollout:
         except Refusal as refused:
             if refused.code != ENDED:
                 raise
-            message = f"{refused} by its timeout while it was claimed; claim again"
+            message = f"rollout {self.session.rollout_id} has ended by its timeout while it was claimed; claim again"
             raise Refusal(refused.status, message, code=ENDED) from refused
 
     @property

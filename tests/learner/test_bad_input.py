@@ -174,7 +174,7 @@ def test_a_kept_set_without_the_sampled_token_fails_its_job_and_names_the_trajec
         assert failed.job_id == "run-1/bad"
         assert "trajectory run-1/bad/e00000/t00000/m0" in failed.error
         assert "/agent, sequence 0: its token 1 (" in failed.error
-        assert failed.error.endswith("is not among the 1 ids that it was sampled from")
+        assert failed.error.endswith("that it was sampled from; correct the engine that recorded it")
         assert {step.job_id for step in await lab.events("weights", StepTrained)} == {"run-1/good"}
 
     asyncio.run(scenario())

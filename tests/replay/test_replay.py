@@ -261,7 +261,7 @@ def test_unknown_runs_and_ranges_are_refused(run):
     with pytest.raises(ConfigError, match="run other does not exist"):
         asyncio.run(read_run(run.log, "other"))
     for bounds in ({"first": 9}, {"last": 4}, {"first": 0}):
-        with pytest.raises(ConfigError, match="it has 1 to 3"):
+        with pytest.raises(ConfigError, match="give 1 to 3"):
             trained(run, **bounds)
     with pytest.raises(ConfigError, match="no group of epoch 9"):
         verified(run, epoch=9)

@@ -177,11 +177,7 @@ def test_a_validation_without_a_score_is_an_error_and_no_reward(make: Any) -> No
         await found.trainer.run(1)
         (row,) = json.loads((found.output / "validation_history.json").read_text())
         assert {row.pop("timestamp") and row.pop("run_id")} == {found.trainer._run_id}
-        assert row == {
-            "epoch": 0,
-            "dataset_type": "validation",
-            "error": "1 of 2 examples have no score (1: no score); correct their evaluator",
-        }
+        assert [*row.values()] == [0, "validation", "1 of 2 examples have no score (1: no score); have them scored"]
         with pytest.raises(EnvironmentRunError, match="has no score"):
             await found.builder.compute_reward(EvaluationItem("x", None))
         assert await found.builder.compute_reward(EvaluationItem("x", 0.5)) == 0.5
