@@ -238,10 +238,9 @@ class StepTrained(WeightEvent):
     metrics: dict[str, FiniteFloat]
     """Named area/name: loss/total, reward/mean, policy/entropy, policy/kl, clip/low, ..."""
     seconds: dict[str, float] = Field(default_factory=dict)
-    """Seconds by phase: finish (of the version before: its events, pruning, collection), wait, fetch, score (where the
-    loss needs a reference or a teacher), collate, forward_backward, hold (until the version before, written
-    meanwhile, is on disk), optimizer, hash, checkpoint, publish; restore in place of fetch to optimizer for a rollback.
-    The last three, and finish, are missing if the next batch was trained meanwhile."""
+    """Seconds by phase: finish (of the version before: its events, pruning, collection), wait, fetch, score (by a
+    reference or teacher), collate, forward_backward, hold (until the version before, written meanwhile, is on disk),
+    optimizer, hash, checkpoint, publish (these and finish unless the next batch was trained meanwhile); or restore."""
     tokens_per_s: float = 0.0
     adopts: int | None = added(None, ge=0)
     """Earlier version to whose state the learner returned, for a rollback, which takes no optimizer step."""

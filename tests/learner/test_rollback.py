@@ -23,8 +23,8 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 from rollstream.schemas.settings import ModelSettings, OptimizerSettings
+from tests.learner.checkpoints.test_restart import Crash, Fuse, fused_worker
 from tests.learner.conftest import GROUP, RUN
-from tests.learner.test_restart import Crash, Fuse, fused_worker
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 LINEAR = OptimizerSettings(learning_rate=1e-2, schedule="linear")
