@@ -41,5 +41,5 @@ def test_a_pass_of_each_system_gives_seconds_and_a_peak(tmp_path: Path, monkeypa
 @pytest.mark.slow
 def test_the_command_knows_each_case() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_trl", "--help"]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert all(option in shown.stdout for option in ("--sizes", "--kinds", "--lengths", "--rows"))
