@@ -24,6 +24,7 @@ from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import EnvironmentRunError, ModelError, RollstreamError
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.services import GatewaySection
+from rollstream.schemas.variables import recordable
 
 MAX_REWARDS = 10_000
 """Maximum rewards of one rollout: each is an event, and is kept for clients that give it again."""
@@ -103,7 +104,7 @@ class PlayedRollout:
             with contextlib.suppress(EnvironmentRunError):  # the rollout ended meanwhile
                 if reason is not None and not self._is_failure_recorded:
                     self._is_failure_recorded = True
-                    await self._record(ENGINE_FAILED, {"error": reason[:MAX_ERROR_CHARS]})
+                    await self._record(ENGINE_FAILED, {"error": recordable(reason, MAX_ERROR_CHARS)})
             if reason is not None:
                 await self.session.acknowledged()
             raise
@@ -137,7 +138,7 @@ class PlayedRollout:
         if self._end.done():
             return
         if self._ending is None:
-            concealed = None if error is None else self._conceal(error)[:MAX_ERROR_CHARS]
+            concealed = None if error is None else recordable(self._conceal(error), MAX_ERROR_CHARS)
             self._ending = self._begin(lambda: self._record_end(concealed))
         await self._result(self._ending)
 

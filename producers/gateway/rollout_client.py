@@ -39,7 +39,7 @@ from rollstream.schemas.errors import (
     describe,
     first_invalid,
 )
-from rollstream.schemas.variables import conceal, encodable
+from rollstream.schemas.variables import conceal, recordable
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 """Variable in which a program of `environment: command:...` gets its rollout's key."""
@@ -220,7 +220,7 @@ class RemoteRollout:
 
     async def end(self, error: str | None = None) -> None:
         """The agent is done; `error`: it failed, and so has the rollout. Again changes nothing. Raises GatewayError."""
-        await self._requests.post("/end", {"error": None if error is None else _shortened(conceal(error))})
+        await self._requests.post("/end", {"error": None if error is None else recordable(error, MAX_ERROR_CHARS)})
 
     async def close(self) -> None:
         """End the connections, for callers outside an `async with` block; the rollout stays open."""
@@ -323,11 +323,6 @@ def _parsed(body: bytes, url: str) -> Any:
         return decoded(body)
     except (ValueError, RecursionError) as error:
         raise GatewayError(f"{url} answered with invalid JSON: {shown(body)}; check the gateway's URL") from error
-
-
-def _shortened(error: str) -> str:
-    """An error that JSON can hold: names of files may have lone surrogates."""
-    return encodable(error[:MAX_ERROR_CHARS])[:MAX_ERROR_CHARS]
 
 
 def _read(model: type[Task], given: str | bytes | dict[str, Any]) -> Task:

@@ -266,13 +266,14 @@ def test_turns_run_out_with_a_clear_error_and_end_the_rollout_as_max_turns(tmp_p
 def test_an_agent_that_reports_an_error_fails_its_rollout_however_long_the_error_is(tmp_path):
     async def agent(one):
         await one.chat("a")
-        await one.end(error="no tool answers " + "e" * 100_000)
+        await one.end(error="no tool\nanswers " + "e" * 100_000)
 
     played = play_outside(tmp_path, agent)
     assert isinstance(played.last, RolloutFailed)
     assert played.last.message.startswith("environment gateway: the agent reported: no tool answers ee")
     (end,) = [step for step in played.steps if step.name == "gateway.end"]
-    assert len((end.data or {})["error"]) == 2000
+    error = (end.data or {})["error"]
+    assert (len(error), error[:17]) == (2000, "no tool answers e")
 
 
 def test_neither_logs_nor_events_hold_the_secrets_in_what_an_agent_reports_as_its_error(tmp_path, caplog, monkeypatch):
