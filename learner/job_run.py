@@ -282,7 +282,7 @@ class JobRun:
 
         That one must be planned. What puts other weights into the model meanwhile excludes it: a rollback, scores under
         other weights, and published weights that count in place of those trained again. Several processes write
-        together, in the thread that trains.
+        together, in the thread that trains; and `offload` makes new moments in a step, for which the old would stay.
         """
         following, trainer = self.next_manifest, self.trainer
         return (
@@ -292,22 +292,29 @@ class JobRun:
             and trainer.scoring.is_idle
             and not trainer.needs_reference
             and self._context.ranks.num == 1
+            and self.job.settings.optimizer.offload is None
             and self._publisher.kept(self.job, planned.yields_version, 0) is None
         )
 
     async def _beside(self, before: Trained, planned: BatchPlanned) -> StepResult:
         """Train a manifest's members while the version before is written, whose errors come first."""
-        in_use = before.in_use
+        in_use, ended_s = before.in_use, list[float]()
         training = asyncio.ensure_future(self._next_result(planned, before_step=in_use.wait))
+        training.add_done_callback(lambda _: ended_s.append(time.monotonic()))
         try:
             await self._writer.finish(before, self._next_index)
+        except BaseException:
+            in_use.abandon()
+            training.cancel()
+            raise
         finally:
-            in_use.abandon()  # without effect once it is released
             found = (await asyncio.gather(training, return_exceptions=True))[0]
+            if before.weights is not None:
+                before.weights.path.unlink(missing_ok=True)
         if isinstance(found, BaseException):
             raise found
-        optimizer_s = found.seconds["optimizer"] - in_use.held_s
-        return replace(found, seconds={**found.seconds, "optimizer": optimizer_s, "hold": in_use.held_s})
+        seconds = {**found.seconds, "hold": in_use.held_s + time.monotonic() - ended_s[0]}
+        return replace(found, seconds={**seconds, "optimizer": seconds["optimizer"] - in_use.held_s})
 
     async def _next_result(self, planned: BatchPlanned, *, before_step: Callable[[], None] | None = None) -> StepResult:
         check_follows(planned, self.job, self._previous_sha256)

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -132,10 +132,13 @@ class VersionWriter:
         Weights that are published in another type than the trained one are written at once: the copies that this takes
         would be in the way of the next batch.
         """
-        version, trainer = trained.manifest.planned.yields_version, self._trainer()
+        began, trainer = time.monotonic(), self._trainer()
         state = await self._in_training_thread(trainer.state)
-        weights = None if trainer.model.publishes_exactly else await self.weights(version)
-        return Trained(trained.manifest, trained.result, trained.seconds, state, weights)
+        if trainer.model.publishes_exactly:
+            return replace(trained, state=state)
+        weights = await self.weights(trained.manifest.planned.yields_version)
+        seconds = {**trained.seconds, **trained.phase("hash", began)}
+        return replace(trained, state=state, weights=weights, seconds=seconds)
 
     async def finish(self, trained: Trained, next_index: int) -> dict[str, float]:
         """Write and publish a version; the phase after its events were sent. The order of what is kept:

@@ -140,12 +140,15 @@ class PolicyModel:
     @property
     def publishes_exactly(self) -> bool:
         """Whether `published` are the weights that are trained, and not rounded ones."""
-        return all(self.as_published(value).dtype == value.dtype for value in self.weights().values())
+        return all(one.dtype == self._published_dtype for one in self.weights().values() if one.is_floating_point())
 
     def as_published(self, value: Tensor) -> Tensor:
-        """One of the weights in the published type."""
-        dtype = torch.float32 if self.settings.lora else self.compute_dtype
-        return value.to(dtype) if value.is_floating_point() else value
+        """A tensor in the published type."""
+        return value.to(self._published_dtype) if value.is_floating_point() else value
+
+    @property
+    def _published_dtype(self) -> torch.dtype:
+        return torch.float32 if self.settings.lora else self.compute_dtype
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Take over weights by name. Raises ModelError if names or shapes are not this model's."""

@@ -201,7 +201,8 @@ class Capabilities:
 class Engine(Protocol):
     """Generates for any number of model groups; holds one weight version of each.
 
-    Methods are called from one event loop and must not block it. Calls of `generate` may overlap each other and `load`.
+    Methods are called from one event loop and must not block it. Calls of `generate` may overlap each other and `load`;
+    `load` and `unload` of different model groups may overlap, those of one model group do not.
     """
 
     @property

@@ -46,6 +46,8 @@ class TransformersEngine:
         threads = settings.threads or (1 if settings.deterministic else own)
         initialize = functools.partial(torch.set_num_threads, threads)  # OpenMP counts threads per calling thread
         self._lanes = Lanes(self._held, settings)
+        self._loading = asyncio.Lock()
+        """Held while a version is loaded: the tensors of one at a time are in memory."""
         self._batcher: Batcher | ContinuousBatcher
         if settings.is_continuous:
             self._batcher = ContinuousBatcher(self._lanes, JoinLimits(settings.max_batch), initialize=initialize)
@@ -95,14 +97,15 @@ class TransformersEngine:
         What is being generated ends on its version: beside the new one if there is memory for both, else before it.
         """
         where = f"weights {path} of {published.model_group} version {published.version}"
-        tensors = await asyncio.to_thread(read_weights, path, where)
         group = published.model_group
         most = LORA_VERSIONS if published.weights_format == "lora" else self._settings.full_copies
-        await self._batcher.between_forwards(
-            lambda: self._take(published, tensors, where),
-            is_ready=lambda: self._is_loadable(group, most),
-            holds=group if most == 1 else None,
-        )
+        async with self._loading:
+            tensors = await asyncio.to_thread(read_weights, path, where)
+            await self._batcher.between_forwards(
+                lambda: self._take(published, tensors, where),
+                is_ready=lambda: self._is_loadable(group, most),
+                holds=group if most == 1 else None,
+            )
 
     async def unload(self, model_group: str) -> None:
         """Forget a model group whose run is over."""

@@ -1,6 +1,7 @@
 """Follows published weights: of each model group that tasks ask for, the engine gets the newest version, verified.
 
-A model group is loaded once a task waits for it, and followed until its run ends. What cannot be loaded leaves the
+A model group is loaded once a task waits for it, and followed until its run ends. Each group's versions are loaded one
+after the other, different groups' side by side: a server that hangs delays its own. What cannot be loaded leaves the
 version before it; an artifact that is missing or torn is looked at again, since storage may come back. One that went
 while it was loaded, because newer versions were published and it was collected, is not an error: the newest is taken.
 """
@@ -99,6 +100,11 @@ class WeightFollower:
         """A model group is wanted that is not known yet."""
         self._changed = asyncio.Event()
         """Something may have become loadable."""
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        """Loads in progress by model group."""
+        self._making_room = asyncio.Lock()
+        self._leaving: str | None = None
+        """Model group that is being unloaded."""
 
     async def run(self) -> None:
         """Follow until cancelled. Raises LogError if the log cannot be read or written, ModelError (`must_load`)."""
@@ -205,20 +211,33 @@ class WeightFollower:
             self._changed.set()
 
     async def _load_newest(self) -> None:
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            while (found := self._next()) is not None:
-                await self._load(*found)
+        """Load what becomes loadable, of each model group one version at a time."""
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                for name in [name for name, task in self._loading.items() if task.done()]:
+                    self._loading.pop(name).result()
+                for group, published in self._loadable():
+                    task = asyncio.create_task(self._load(group, published))
+                    task.add_done_callback(lambda _: self._changed.set())
+                    self._loading[published.model_group] = task
+        finally:
+            for task in self._loading.values():
+                task.cancel()
+            await asyncio.gather(*self._loading.values(), return_exceptions=True)
 
-    def _next(self) -> tuple[Followed, WeightsPublished] | None:
+    def _loadable(self) -> list[tuple[Followed, WeightsPublished]]:
+        """The newest version of each model group that wants it, lacks it and loads no other."""
+        found: list[tuple[Followed, WeightsPublished]] = []
         for name, group in self._groups.items():
             newest = group.newest
             if newest is None or not group.is_known or not group.is_wanted or newest.event_id in self._refused:
                 continue
-            if newest.version > self._engine.version(name):
-                return group, newest
-        return None
+            is_busy = name in self._loading or name == self._leaving
+            if newest.version > self._engine.version(name) and not is_busy:
+                found.append((group, newest))
+        return found
 
     async def _load(self, group: Followed, published: WeightsPublished) -> None:
         """1. Verify and load, 2. let waiting tasks go, 3. say so in the log."""
@@ -296,19 +315,24 @@ class WeightFollower:
 
     async def _unload_ended(self) -> None:
         """Make room before another model group comes; by then rollouts of ended runs are no longer under way."""
-        for name, group in list(self._groups.items()):
-            if not group.is_over or group.is_wanted:
-                continue
-            if self._engine.version(name) >= 0:
-                try:
-                    await self._engine.unload(name)
-                except ModelError as error:  # as all that waited when the engine failed
-                    logger.warning("not unloaded, to be tried again: model_group=%s: %s", name, error)
+        async with self._making_room:
+            for name, group in list(self._groups.items()):
+                if not group.is_over or group.is_wanted or name in self._loading:
                     continue
-            if not group.is_wanted:
-                self._groups.pop(name, None)
-                if group.loaded is not None:
-                    self._artifacts.drop_copy(group.loaded.artifact)
+                if self._engine.version(name) >= 0:
+                    self._leaving = name
+                    try:
+                        await self._engine.unload(name)
+                    except ModelError as error:  # as all that waited when the engine failed
+                        logger.warning("not unloaded, to be tried again: model_group=%s: %s", name, error)
+                        continue
+                    finally:
+                        self._leaving = None
+                        self._changed.set()  # it may be wanted again
+                if not group.is_wanted:
+                    self._groups.pop(name, None)
+                    if group.loaded is not None:
+                        self._artifacts.drop_copy(group.loaded.artifact)
 
     def _group(self, model_group: str) -> Followed:
         return self._groups.setdefault(model_group, Followed())

@@ -68,8 +68,8 @@ async def started(subject: Subject, *versions: tuple[str, int]) -> AsyncIterator
     engine = subject.new()
     try:
         await engine.start()
-        for group, version in () if subject.is_frozen else versions:
-            await engine.load(*subject.weights(group, version))
+        given = [] if subject.is_frozen else [subject.weights(*one) for one in versions]
+        await asyncio.gather(*(engine.load(*one) for one in given))  # loads of different groups may overlap
         yield engine
     finally:
         await engine.close()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder, read
 from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in
 from rollstream.learner.model.policy import from_bytes
@@ -140,6 +141,29 @@ def test_events_of_versions_stay_in_order_and_the_time_that_training_waited_is_a
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_phases_count_rounded_weights_and_a_store_that_takes_longer_than_the_next_batch(
+    lab: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = ArtifactStore.put_hashed
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(SLOW_S)
+        return put(*args)
+
+    monkeypatch.setattr(ArtifactStore, "put_hashed", slowly)
+
+    async def scenario() -> None:
+        await lab.plan(await lab.submit(model=ModelSettings(path=str(lab.model), device="cpu", dtype=dtype)))
+        await lab.work(lab.has(JobSucceeded))
+        _, second, third = await lab.events("weights", StepTrained)
+        assert ("hash" in second.seconds) == (dtype == "bfloat16")
+        for step in (second, third):
+            assert SLOW_S / 2 < step.seconds["hold"] < SLOW_S + 1
+
+    asyncio.run(scenario())
+
+
 def test_a_checkpoint_that_cannot_be_written_fails_the_job_and_the_batch_trained_meanwhile_does_not_count(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,12 +196,13 @@ def test_a_broken_chain_of_manifests_fails_the_job_after_the_version_before_is_p
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_job_cancelled_while_its_version_is_written_publishes_nothing_more(
-    lab: Any, monkeypatch: pytest.MonkeyPatch
+    lab: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
         work = Work(monkeypatch)
-        job = await lab.submit()
+        job = await lab.submit(model=ModelSettings(path=str(lab.model), device="cpu", dtype=dtype))
         await lab.plan(job)
         working = asyncio.create_task(lab.work(lab.has(JobSucceeded)))
         while "train 2" not in work.done:

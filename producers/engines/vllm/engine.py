@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,10 @@ class VllmEngine:
         """Versions whose files may still be needed."""
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         """Locks by model group, as long as a load or unload of it holds or awaits them."""
-        self._loading: Counter[Served] = Counter()
+        self._coming: list[Version] = []
         """Versions that are being loaded."""
+        self._writing = asyncio.Lock()
+        """Held while files of versions are written or removed: a version that comes again has the same folder."""
         self._log_numbers = itertools.count(1)
         self._calls: set[asyncio.Task[Generation]] = set()
         self._slots = asyncio.Semaphore(settings.max_concurrent)
@@ -128,15 +129,17 @@ class VllmEngine:
         group = published.model_group
         async with self._locks.setdefault(group, asyncio.Lock()):
             base = await self._base(published.base_model)
-            version = await asyncio.to_thread(
-                make_version,
-                published,
-                path,
-                base,
-                folder=self._folder,
-                client=self._own_client().id,
-                max_lora_rank=self._settings.max_lora_rank,
-            )
+            async with self._writing:
+                version = await asyncio.to_thread(
+                    make_version,
+                    published,
+                    path,
+                    base,
+                    folder=self._folder,
+                    client=self._own_client().id,
+                    max_lora_rank=self._settings.max_lora_rank,
+                )
+                self._coming.append(version)
             try:
                 await self._take(version)
             except ModelError:
@@ -155,7 +158,6 @@ class VllmEngine:
     async def _take(self, version: Version) -> None:
         """Let the servers of its base model take a version over, in place of the one before it."""
         published, served = version.published, _served(version.published)
-        self._loading[served] += 1
         try:
             await self._pool(published, version.base).take(version)
         except BaseException:
@@ -165,7 +167,7 @@ class VllmEngine:
             before = self._held.get(published.model_group)
             self._held[published.model_group] = version
         finally:
-            self._loading -= Counter((served,))
+            self._coming.remove(version)
             await self._close_unused(served)
         if before is not None:
             if _served(before.published) != served:
@@ -238,26 +240,25 @@ class VllmEngine:
 
     async def _close_unused(self, served: Served) -> None:
         """Close servers of which no version is held or being loaded."""
-        if self._loading[served] or any(_served(one.published) == served for one in self._held.values()):
+        if any(_served(one.published) == served for one in (*self._held.values(), *self._coming)):
             return
         if (pool := self._pools.pop(served, None)) is not None:
             await pool.close()
 
     async def _remove_files(self) -> None:
         """Files outlive names: they go after no server has the name and one more version has come."""
-        kept = {version.folder for version in self._held.values()} | {one.folder for one in self._past[-1:]}
-        unused = [
-            one
-            for one in self._past
-            if one.folder not in kept and not any(pool.uses(one) for pool in self._pools.values())
-        ]
-        self._past = [
-            one
-            for one in self._past
-            if one not in unused and one.folder not in {version.folder for version in self._held.values()}
-        ]
-        for one in unused:
-            await asyncio.to_thread(remove, one)
+        async with self._writing:
+            used = {version.folder for version in (*self._held.values(), *self._coming)}
+            kept = used | {one.folder for one in self._past[-1:]}
+            unused = [
+                one
+                for one in self._past
+                if one.folder not in kept and not any(pool.uses(one) for pool in self._pools.values())
+            ]
+            held = {version.folder for version in self._held.values()}
+            self._past = [one for one in self._past if one not in unused and one.folder not in held]
+            for one in unused:
+                await asyncio.to_thread(remove, one)
 
 
 build: Any = VllmEngine

@@ -2,125 +2,18 @@
 
 import asyncio
 import logging
-import threading
-from pathlib import Path
 
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.codec import decode
 from rollstream.eventlog.log import TopicPartition
-from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.weight_follower import WeightFollower
 from rollstream.producers.openai import service as endpoint_service
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.events import LearnerClaimed, RunEnded, WeightsLoaded
+from rollstream.schemas.events import RunEnded
 from rollstream.schemas.permissions import NOTHING
 from rollstream.schemas.services import EndpointSettings
-from tests.producers.conftest import published
-
-GROUP, OTHER, THIRD = "run-1/policy", "run-2/policy", "run-3/policy"
-
-
-class Engine(ScriptedEngine):
-    """The scripted engine, which can forget, refuse and take its time."""
-
-    def __init__(self):
-        super().__init__()
-        self.refused = set()
-        self.unloaded = []
-        self.may_load = asyncio.Event()
-        self.may_load.set()
-
-    async def load(self, published, path):
-        await self.may_load.wait()
-        if published.version in self.refused:
-            raise ModelError(f"version {published.version} does not fit")
-        await super().load(published, path)
-
-    async def unload(self, model_group):
-        if model_group in self.refused:
-            raise ModelError("the rollout engine failed")
-        self.unloaded.append(model_group)
-        del self._versions[model_group]
-
-
-class SlowStore(ArtifactStore):
-    """A store that waits before it looks for a file."""
-
-    def __init__(self, uri):
-        super().__init__(uri)
-        self.is_asked, self.may_fetch = threading.Event(), threading.Event()
-        self.may_fetch.set()
-
-    def fetch(self, ref):
-        if not self.may_fetch.is_set():
-            self.is_asked.set()
-            self.may_fetch.wait(10)
-        return super().fetch(ref)
-
-
-class Rig:
-    """A log in memory, an artifact store, an engine and a follower that runs."""
-
-    def __init__(self, folder: Path):
-        self.log = MemoryLog(num_partitions=2)
-        self.artifacts = ArtifactStore(str(folder / "artifacts"))
-        self.engine = Engine()
-        self.follower = WeightFollower(
-            self.log, self.artifacts, self.engine, engine_id="engine-0", permissions=NOTHING, retry_s=0.02
-        )
-
-    async def publish(self, version, *, group=GROUP, term=1, is_broken=False):
-        artifact = self.artifacts.put_bytes(f"{group} {version} {term}".encode())
-        changes = {"run_id": group.split("/")[0], "time_ms": 100 + version, "term": term, "artifact": artifact}
-        event = published(version, group).model_copy(update=changes | {"weights_sha256": artifact.sha256})
-        if is_broken:
-            self.artifacts.fetch(artifact).write_bytes(b"torn")
-        await self.log.send(event)
-
-    async def claim(self, term, group=GROUP):
-        await self.log.send(
-            LearnerClaimed(run_id=group.split("/")[0], time_ms=1, model_group=group, term=term, learner=f"l{term}")
-        )
-
-    async def loaded(self):
-        reader = await self.log.reader({TopicPartition("weights", 0): -1})
-        events = [decode(record).event for record in await reader.poll(timeout_s=0)]
-        return [event for event in events if isinstance(event, WeightsLoaded)]
-
-    def files(self):
-        return [path for path in Path(self.artifacts.uri).rglob("*") if path.is_file()]
-
-    async def let_it_work(self):
-        """Let the follower do all that it can do now."""
-        for _ in range(25):
-            await asyncio.sleep(0.01)
-
-    def versions(self):
-        return [(event.model_group, event.version) for event in self.engine.loaded]
-
-
-def play(tmp_path, story):
-    """Play a story with a follower that does not run yet: `story(rig, start)`."""
-
-    async def main():
-        rig, running = Rig(tmp_path), []
-
-        async def start():
-            running.append(asyncio.create_task(rig.follower.run()))
-            await rig.let_it_work()
-
-        async with asyncio.timeout(10):
-            await story(rig, start)
-        for task in running:
-            assert not task.done(), task
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-    asyncio.run(main())
+from tests.rigs.follower_rig import GROUP, OTHER, THIRD, Rig, SlowStore, play
 
 
 def test_a_start_loads_only_the_newest_version_of_the_group_that_is_waited_for(tmp_path):
@@ -131,7 +24,7 @@ def test_a_start_loads_only_the_newest_version_of_the_group_that_is_waited_for(t
         await start()
         assert rig.versions() == []
         await rig.follower.wait_for(GROUP, 2)
-        await rig.let_it_work()
+        await rig.settle()
         assert rig.versions() == [(GROUP, 3)]
         (loaded,) = await rig.loaded()
         assert (loaded.version, loaded.num_skipped, loaded.time_ms, loaded.engine) == (3, 0, 103, "engine-0")
@@ -164,12 +57,91 @@ def test_versions_that_come_while_one_is_loaded_are_skipped_and_counted(tmp_path
         rig.engine.may_load.clear()
         for version in (1, 2, 3, 4):
             await rig.publish(version)
-            await rig.let_it_work()
+            await rig.settle()
         rig.engine.may_load.set()
         await rig.follower.wait_for(GROUP, 4)
-        await rig.let_it_work()
+        await rig.settle()
         assert rig.versions() == [(GROUP, 0), (GROUP, 1), (GROUP, 4)]
         assert [event.num_skipped for event in await rig.loaded()] == [0, 0, 2]
+
+    play(tmp_path, story)
+
+
+def test_a_group_whose_load_hangs_delays_no_other_groups_versions(tmp_path):
+    async def story(rig, start):
+        await start()
+        for group in (GROUP, OTHER):
+            await rig.publish(0, group=group)
+            await rig.follower.wait_for(group, 0)
+        rig.engine.hanging = {GROUP}
+        for version in (1, 2):
+            await rig.publish(version)
+            await rig.settle()
+        rig.engine.refused = {3}
+        for version in (1, 2, 3):
+            await rig.publish(version, group=OTHER)
+            if version < 3:
+                await rig.follower.wait_for(OTHER, version)
+        with pytest.raises(ModelError, match="version 3 does not fit"):
+            await rig.follower.wait_for(OTHER, 3)
+        await rig.publish(0, group=THIRD)
+        await rig.follower.wait_for(THIRD, 0)
+        assert rig.engine.version(GROUP) == 0
+        rig.engine.hanging.clear()
+        await rig.follower.wait_for(GROUP, 2)
+        assert rig.versions()[2:] == [(OTHER, 1), (OTHER, 2), (THIRD, 0), (GROUP, 1), (GROUP, 2)]
+        rig.engine.hanging = {OTHER}
+        await rig.publish(4, group=OTHER)
+        await rig.settle()  # a follower that is stopped does not wait for it
+
+    play(tmp_path, story)
+
+
+def test_a_version_that_the_engine_refuses_ends_a_follower_whose_other_groups_load_hangs(tmp_path):
+    async def scenario():
+        r = Rig(tmp_path)
+        r.engine.refused, r.engine.hanging = {1}, {OTHER}
+        follower = WeightFollower(
+            r.log, r.artifacts, r.engine, engine_id="endpoint-1", permissions=NOTHING, must_load=True
+        )
+        waiting = [asyncio.create_task(follower.wait_for(*one)) for one in ((GROUP, 1), (OTHER, 0))]
+        await r.publish(0, group=OTHER)
+        await r.publish(1)
+        async with asyncio.timeout(120):
+            with pytest.raises(ModelError, match="version 1 does not fit"):
+                await follower.run()
+        for one in waiting:
+            one.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_group_is_neither_unloaded_while_it_loads_nor_loaded_while_it_is_unloaded(tmp_path):
+    async def story(rig, start):
+        await rig.publish(0)
+        await start()
+        await rig.follower.wait_for(GROUP, 0)
+        rig.engine.hanging = {GROUP}
+        await rig.publish(1)
+        await rig.settle()
+        await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
+        await rig.publish(0, group=OTHER)
+        await rig.follower.wait_for(OTHER, 0)
+        assert rig.engine.unloaded == []
+        rig.engine.hanging.clear()
+        await rig.settle()
+        rig.engine.may_unload.clear()
+        await rig.publish(0, group=THIRD)
+        coming = asyncio.create_task(rig.follower.wait_for(THIRD, 0))
+        await rig.settle()
+        await rig.publish(2)
+        again = asyncio.create_task(rig.follower.wait_for(GROUP, 2))
+        await rig.settle()
+        assert (rig.engine.unloaded, coming.done(), again.done()) == ([GROUP], False, False)
+        rig.engine.may_unload.set()
+        await asyncio.gather(coming, again)
+        assert sorted(rig.versions()[:3]) == [(GROUP, 0), (GROUP, 1), (OTHER, 0)]
+        assert sorted(rig.versions()[3:]) == [(GROUP, 2), (THIRD, 0)]
 
     play(tmp_path, story)
 
@@ -183,7 +155,7 @@ def test_a_lower_term_after_a_higher_claim_is_void(tmp_path, caplog):
         await start()
         await rig.follower.wait_for(GROUP, 0)
         await rig.publish(2, term=1)
-        await rig.let_it_work()
+        await rig.settle()
         assert rig.versions() == [(GROUP, 0)]
         await rig.publish(1, term=2)
         await rig.follower.wait_for(GROUP, 1)
@@ -200,12 +172,12 @@ def test_a_wrong_hash_is_not_loaded_and_is_named_once(tmp_path, caplog):
         await start()
         await rig.follower.wait_for(GROUP, 0)
         await rig.publish(1, is_broken=True)
-        await rig.let_it_work()
+        await rig.settle()
         assert rig.versions() == [(GROUP, 0)]
         assert rig.engine.version(GROUP) == 0
         await rig.publish(2)
         await rig.follower.wait_for(GROUP, 2)
-        await rig.let_it_work()
+        await rig.settle()
         assert [(event.version, event.num_skipped) for event in await rig.loaded()] == [(0, 0), (2, 1)]
 
     play(tmp_path, story)
@@ -221,7 +193,7 @@ def test_an_artifact_that_comes_back_is_loaded_without_a_new_version(tmp_path):
         await rig.publish(0, is_broken=True)
         await start()
         wait = asyncio.create_task(rig.follower.wait_for(GROUP, 0))
-        await rig.let_it_work()
+        await rig.settle()
         assert not wait.done()
         (torn,) = (tmp_path / "artifacts").glob("*/*")
         torn.write_bytes(f"{GROUP} 0 1".encode())
@@ -309,12 +281,12 @@ def test_a_version_collected_while_it_was_loaded_is_skipped_for_the_newest(tmp_p
         await rig.publish(1)
         await asyncio.to_thread(store.is_asked.wait, 10)
         await rig.publish(2)
-        await rig.let_it_work()
+        await rig.settle()
         (first,) = [path for path in rig.files() if path.read_bytes() == f"{GROUP} 1 1".encode()]
         first.unlink()
         store.may_fetch.set()
         await rig.follower.wait_for(GROUP, 1)
-        await rig.let_it_work()
+        await rig.settle()
         assert rig.versions() == [(GROUP, 0), (GROUP, 2)]
 
     with caplog.at_level(logging.INFO):
@@ -335,7 +307,7 @@ def test_an_engine_keeps_the_local_copy_of_the_remote_version_that_it_serves_onl
         for version in (0, 2):
             await rig.publish(version)
             await rig.follower.wait_for(GROUP, version)
-            await rig.let_it_work()
+            await rig.settle()
             assert copies() == [f"{GROUP} {version} 1"]
             if version == 0:
                 await rig.publish(1)
@@ -355,9 +327,9 @@ def test_an_ended_run_is_unloaded_for_the_next_one(tmp_path):
         await start()
         await rig.follower.wait_for(GROUP, 0)
         await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
-        await rig.let_it_work()
+        await rig.settle()
         await rig.publish(1)
-        await rig.let_it_work()
+        await rig.settle()
         assert rig.versions() == [(GROUP, 0)]
         rig.engine.refused.add(GROUP)
         for group in (THIRD, OTHER):
@@ -390,7 +362,7 @@ def test_older_versions_removed_by_retention_are_not_needed(tmp_path):
         await rig.publish(1)
         rig.log.truncate(TopicPartition("weights", 0), 2)
         running = asyncio.create_task(rig.follower.run())
-        await rig.let_it_work()
+        await rig.settle()
         await rig.publish(2)
         await rig.follower.wait_for(GROUP, 2)
         running.cancel()
