@@ -9,17 +9,18 @@ import pytest
 import yaml
 
 from rollstream.eventlog.broker.broker import PROPERTIES
-from rollstream.harness.services.serving import settings_of
+from rollstream.harness.services.serving import recording, settings_of
 from rollstream.producers.engines.vllm.child import Child
-from rollstream.schemas.services import ProducerSettings, VllmSettings
+from rollstream.schemas.services import ProducerSettings, ServiceSettings, VllmSettings
 from rollstream.schemas.variables import expand
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECIFICATION = ROOT / ".cache" / "compose-schema" / "compose" / "config" / "compose_spec.json"
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
-OURS = {"producers", "producers-gpu", "producers-vllm", "processors", "learner", "learner-gpu", "metrics", "gateway"}
-BROKER = {"ROLLSTREAM_BOOTSTRAP_SERVERS": "kafka:19092"}
+OURS = {"producers", "producers-gpu", "gateway", "processors", "learner", "learner-gpu", "metrics", "endpoint"}
+RECORDING = ("producers", "producers-gpu", "gateway")
+"""Services at whose gateway agents play rollouts."""
 VLLM = {"vllm-1", "vllm-2", "vllm-gpu-1", "vllm-gpu-2"}
 
 
@@ -76,14 +77,14 @@ def test_every_volume_that_is_used_is_declared() -> None:
 def test_profiles_choose_the_learners_device_and_the_engine() -> None:
     chosen = {
         profile: {name for name, one in SERVICES.items() if profile in one.get("profiles", [])}
-        for profile in ("cpu", "gpu", "vllm-cpu", "vllm-gpu", "gateway")
+        for profile in ("cpu", "gpu", "vllm-cpu", "vllm-gpu", "endpoint")
     }
     assert chosen == {
         "cpu": {"producers", "learner"},
         "gpu": {"producers-gpu", "learner-gpu"},
-        "vllm-cpu": {"producers-vllm", "learner", "vllm-1", "vllm-2"},
-        "vllm-gpu": {"producers-vllm", "learner-gpu", "vllm-gpu-1", "vllm-gpu-2"},
-        "gateway": {"gateway"},
+        "vllm-cpu": {"gateway", "learner", "vllm-1", "vllm-2"},
+        "vllm-gpu": {"gateway", "learner-gpu", "vllm-gpu-1", "vllm-gpu-2"},
+        "endpoint": {"endpoint"},
     }
     assert SERVICES["learner-gpu"]["command"] == SERVICES["learner"]["command"]
     assert SERVICES["producers-gpu"]["command"] == SERVICES["producers"]["command"]
@@ -109,35 +110,41 @@ def test_each_service_of_a_gpu_profile_has_a_gpu_of_its_own_which_a_variable_cha
     assert not any(gpus_of(one) for one in SERVICES.values() if {"cpu", "vllm-cpu"} & set(one.get("profiles", [])))
 
 
-@pytest.mark.parametrize("name", ["producers", "producers-gpu", "producers-vllm"])
-def test_agents_outside_of_the_network_reach_the_gateway_that_records(name: str) -> None:
+@pytest.mark.parametrize("name", RECORDING)
+def test_agents_reach_the_gateway_that_records_by_one_port_and_one_name_in_every_profile(name: str) -> None:
     service = SERVICES[name]
-    found = settings_of("producers", name, json.loads((ROOT / service["command"][-1]).read_text()), BROKER)
+    found = started_settings(name)
     assert isinstance(found, ProducerSettings)
     assert found.gateway is not None
     (published,) = service["ports"]
     assert expand(published, {}) == f"127.0.0.1:8766:{found.gateway.port}"
     assert found.gateway.host == "0.0.0.0", "a published port leads to the container's own address"
-    assert name in found.gateway.allowed_hosts, "by which agents in other containers ask for it"
+    assert {name, "gateway"} <= {*found.gateway.allowed_hosts}, "by which agents in other containers ask for it"
+    assert "gateway" in {name, *service.get("networks", {}).get("default", {}).get("aliases", [])}
+    chosen = [one for one in RECORDING if set(SERVICES[one]["profiles"]) & set(service["profiles"])]
+    assert chosen == [name], "two producers processes would divide the rollouts, and each has a gateway of its own"
+
+
+def started_settings(name: str) -> ServiceSettings:
+    """Settings that the service's command starts it with."""
+    service = SERVICES[name]
+    command = service["command"]
+    environment = {key: str(expand(one, {})) for key, one in service["environment"].items()}
+    given = json.loads((ROOT / command[-1]).read_text()) if "--settings" in command else {}
+    assert "--settings" not in command or "./examples:/app/examples:ro" in service["volumes"]
+    assert command[0] == "serve"
+    return settings_of(recording(command[1], given), command[command.index("--name") + 1], given, environment)
 
 
 @pytest.mark.parametrize("name", sorted(OURS - {"learner-gpu"}))
 def test_every_service_of_ours_is_started_with_settings_that_it_knows(name: str) -> None:
-    service = SERVICES[name]
-    command, environment = (
-        service["command"],
-        {key: str(expand(one, {})) for key, one in service["environment"].items()},
-    )
-    given = json.loads((ROOT / command[-1]).read_text()) if "--settings" in command else {}
-    assert "--settings" not in command or "./examples:/app/examples:ro" in service["volumes"]
-    assert command[0] == "serve"
-    found = settings_of(command[1], command[command.index("--name") + 1], given, environment)
+    service, found = SERVICES[name], started_settings(name)
     assert found.name == service["healthcheck"]["test"][-1]
     assert str(found.workspace).startswith("/data/")
 
 
-def test_the_vllm_servers_are_what_the_producers_ask_and_have_what_the_engine_needs() -> None:
-    engine = json.loads((ROOT / SERVICES["producers-vllm"]["command"][-1]).read_text())["engine"]
+def test_the_vllm_servers_are_what_the_gateway_asks_and_have_what_the_engine_needs() -> None:
+    engine = json.loads((ROOT / SERVICES["gateway"]["command"][-1]).read_text())["engine"]
     started = Child(VllmSettings(max_loras=engine["max_loras"]), "MODEL", is_lora=True, log=Path("unused")).command()
     needed = {one for one in started if one.startswith("--") and not one.startswith(("--port", "--host", "--dtype"))}
     for name in sorted(VLLM):

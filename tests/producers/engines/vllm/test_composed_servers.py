@@ -20,14 +20,14 @@ from tests.rigs.services.vllm_server import START_S, ComposedServer, lora_versio
 
 ROOT = Path(__file__).resolve().parents[4]
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-SETTINGS: dict[str, Any] = json.loads((ROOT / SERVICES["producers-vllm"]["command"][-1]).read_text())["engine"]
+SETTINGS: dict[str, Any] = json.loads((ROOT / SERVICES["gateway"]["command"][-1]).read_text())["engine"]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @asynccontextmanager
 async def composed(base: Path, folder: Path) -> AsyncIterator[tuple[VllmEngine, ComposedServer, ComposedServer]]:
-    """The engine with the settings of `producers-vllm`, but for its addresses and folders, and both its servers."""
+    """The engine with the settings of the service `gateway`, but for its addresses and folders, and both its servers."""
     first, second = (ComposedServer(SERVICES[name], base, folder) for name in ("vllm-1", "vllm-2"))
     changes = {
         "base_urls": (first.url, second.url),
