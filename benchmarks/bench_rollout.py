@@ -8,6 +8,7 @@
 | gateway | chat completions by the recording gateway, and by proxies that do nothing, beside those of vLLM itself |
 | gateway_timed | the gateway beside a server that sleeps for each token, as if the model had cores of its own |
 | kills | calls lost and doubled when the producers process is killed under load (the scripted engine) |
+| kills_vllm | the same with vLLM, which goes on |
 | run | guess_number on vLLM, an adapter: reward by epoch, and how far engine and learner are apart by version |
 
 vLLM runs on the CPU with a tiny model, and shares all cores with everything else. `--gpu`: vLLM on a GPU, in `lora`,
@@ -45,7 +46,7 @@ from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP
-from tests.rigs.services.gateway_load import killed_under_load
+from tests.rigs.services.gateway_load import ProducersProcess, killed_under_load
 from tests.rigs.services.service_processes import CLI
 from tests.rigs.services.vllm_server import (
     ENVIRONMENT,
@@ -63,6 +64,8 @@ from tests.rigs.services.vllm_server import (
 ROOT = Path(__file__).resolve().parents[1]
 ANSWER_TOKENS = 64
 PROMPT = list(range(10, 42))
+KILLS_LENGTH = 2048
+"""Most tokens of a conversation that is continued over all kills."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +286,19 @@ def gateway_timed(folder: Path, sizes: Sizes) -> dict[str, Any]:
 def kills(folder: Path, sizes: Sizes) -> dict[str, Any]:
     """The gateway is killed under load."""
     with EmbeddedBroker(folder / "broker") as broker:
-        return dataclasses.asdict(asyncio.run(killed_under_load(broker.kafka, folder, sizes.kills)))
+        producers = ProducersProcess(folder, broker.kafka)
+        return dataclasses.asdict(asyncio.run(killed_under_load(producers, sizes.kills)))
+
+
+def kills_vllm(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """The gateway is killed under load; the vLLM server that it asks goes on."""
+    base = tiny_base(folder, max_length=KILLS_LENGTH)
+    options: dict[str, Any] = {"base": base, "dtype": "float32", "arguments": WHOLE_PROMPTS}
+    with serving(folder, is_lora=False, **options) as server, EmbeddedBroker(folder / "broker") as broker:
+        producers = ProducersProcess.on_vllm(folder, broker.kafka, server.url, base)
+        begun = time.perf_counter()
+        counted = asyncio.run(killed_under_load(producers, sizes.kills))
+        return {**dataclasses.asdict(counted), "seconds": time.perf_counter() - begun}
 
 
 # ---- a run ----
@@ -325,7 +340,15 @@ def run(folder: Path, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-SECTIONS = {"lora": lora, "full": full, "gateway": gateway, "gateway_timed": gateway_timed, "kills": kills, "run": run}
+SECTIONS = {
+    "lora": lora,
+    "full": full,
+    "gateway": gateway,
+    "gateway_timed": gateway_timed,
+    "kills": kills,
+    "kills_vllm": kills_vllm,
+    "run": run,
+}
 
 
 def main() -> None:

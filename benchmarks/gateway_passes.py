@@ -19,7 +19,7 @@ from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.producers import GatewayClient
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.settings import Sampling
-from tests.rigs.services.gateway_load import ProducersProcess, first_weights, task_for_agents
+from tests.rigs.services.gateway_load import ProducersProcess, task_for_agents
 
 ROOT = Path(__file__).resolve().parents[1]
 Ask = Callable[[int, int, int], Awaitable[dict[str, Any]]]
@@ -173,12 +173,10 @@ class Compared:
 
     @asynccontextmanager
     async def _gateway(self) -> AsyncIterator[tuple[KafkaLog, GatewayClient, psutil.Process]]:
-        engine = {"kind": "vllm", "base_urls": [self.url], "folder": str(self.folder / "versions"), "dtype": "float32"}
-        producers = ProducersProcess(self.folder, self.kafka, engine, str(self.base))
+        producers = ProducersProcess.on_vllm(self.folder, self.kafka, self.url, self.base)
         async with KafkaLog(self.kafka, client_id="bench") as log:
             await log.ensure_topics(num_partitions=6)
-            weights = producers.artifacts.put_bytes((self.base / "model.safetensors").read_bytes())
-            await log.send(first_weights(weights, str(self.base)))
+            await log.send(producers.first_version())
             with producers.running() as process:
                 async with GatewayClient.of_workspace(producers.workspace) as gateway:
                     yield log, gateway, psutil.Process(process.pid)

@@ -5,15 +5,39 @@ import os
 
 import pytest
 
-from tests.rigs.services.gateway_load import CALLS_A_KILL, GROUPS, MEMBERS, killed_under_load
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from tests.rigs.services.gateway_load import (
+    CALLS_A_KILL,
+    GROUPS,
+    MEMBERS,
+    CountedCalls,
+    ProducersProcess,
+    killed_under_load,
+)
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(300)]
 
 KILLS = int(os.environ.get("GATEWAY_KILLS", "2"))
 
 
-def test_a_kill_loses_no_call_and_doubles_none(tmp_path, own_broker):
-    found = asyncio.run(killed_under_load(own_broker, tmp_path, KILLS))
+def check(found: CountedCalls, kills: int) -> None:
     assert found.failed == []
-    assert (found.lost, found.doubled) == (0, 0)
-    assert found.answered == found.recorded == found.named == GROUPS * MEMBERS * CALLS_A_KILL * (KILLS + 1)
+    assert (found.lost, found.doubled, found.changed) == (0, 0, [])
+    assert found.answered == found.recorded == found.named == GROUPS * MEMBERS * CALLS_A_KILL * (kills + 1)
+    assert found.repeated == GROUPS * MEMBERS * (kills + 1)
+
+
+def test_a_kill_loses_no_call_and_doubles_none(tmp_path, own_broker):
+    check(asyncio.run(killed_under_load(ProducersProcess(tmp_path, own_broker), KILLS)), KILLS)
+
+
+@pytest.mark.vllm
+def test_a_kill_loses_no_call_that_real_vllm_answers_and_doubles_none(tmp_path):
+    from tests.rigs.services.vllm_server import WHOLE_PROMPTS, serving
+
+    with (
+        serving(tmp_path, is_lora=False, arguments=WHOLE_PROMPTS) as server,
+        EmbeddedBroker(tmp_path / "broker") as broker,
+    ):
+        producers = ProducersProcess.on_vllm(tmp_path, broker.kafka, server.url, server.base)
+        check(asyncio.run(killed_under_load(producers, 3)), 3)

@@ -16,15 +16,20 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
 from rollstream.producers import GatewayClient, RemoteRollout
+from rollstream.producers.gateway.rollout_client import Retries
 from rollstream.schemas import ids, tokens
 from rollstream.schemas.events import RolloutEnded, RolloutFailed, StepRecorded, TaskRequested, WeightsPublished
 from rollstream.schemas.kafka import KafkaSettings
-from rollstream.schemas.settings import ArtifactRef, RolloutSettings
+from rollstream.schemas.settings import ArtifactRef, RolloutSettings, Sampling
 from tests.rigs.services.service_processes import CLI
 
 RUN = "run-gateway"
 GROUPS, MEMBERS = 3, 2
 CALLS_A_KILL = 4
+ANSWER_TOKENS = 8
+NO_MODEL = "none"
+RETRIES = Retries(for_s=180.0)
+"""A killed process is back only after it has reached its engine."""
 
 
 def task_for_agents(index: int, *, members: int, calls: int, timeout_s: float, **settings: Any) -> TaskRequested:
@@ -78,8 +83,20 @@ class ProducersProcess:
 
     folder: Path
     kafka: KafkaSettings
-    engine: dict[str, Any]
-    base_model: str = "none"
+    engine: dict[str, Any] = field(default_factory=lambda: {"kind": "scripted"})
+    base_model: str = NO_MODEL
+
+    @classmethod
+    def on_vllm(cls, folder: Path, kafka: KafkaSettings, url: str, base: Path) -> "ProducersProcess":
+        """With a running vLLM server of the base model."""
+        engine = {"kind": "vllm", "base_urls": [url], "folder": str(folder / "versions"), "dtype": "float32"}
+        return cls(folder, kafka, engine, str(base))
+
+    def first_version(self) -> WeightsPublished:
+        """Version 0: the base model's own weights. Without a model, weights that load nothing."""
+        has_model = self.base_model != NO_MODEL
+        weights = (Path(self.base_model) / "model.safetensors").read_bytes() if has_model else b"weights"
+        return first_weights(self.artifacts.put_bytes(weights), self.base_model)
 
     @property
     def workspace(self) -> Path:
@@ -125,6 +142,10 @@ class Agents:
     """Token ids by rollout."""
     names: set[str] = field(default_factory=set)
     """Ids of the answers."""
+    num_repeated: int = 0
+    """First calls that were asked again, after later ones and usually after a kill."""
+    changed: list[str] = field(default_factory=list)
+    """Rollouts whose first call was answered differently when it was repeated."""
 
     @property
     def num_answers(self) -> int:
@@ -139,13 +160,21 @@ class Agents:
         messages: list[Any] = [{"role": "user", "content": "begin"}]
         async with rollout:
             for call in range(self.calls):
-                answer = await rollout.chat(messages)
+                answer = await rollout.chat(messages, idempotency_key=f"call {call}")
                 self.names.add(answer["id"])
                 choice = answer["choices"][0]
                 given.append(choice["logprobs"]["token_ids"])
                 messages += [choice["message"], {"role": "user", "content": f"go on {call}"}]
+                if call % CALLS_A_KILL == CALLS_A_KILL - 1:
+                    await self._repeat_first(rollout, messages[:1], given[0])
                 await asyncio.sleep(0.1)
             await rollout.reward(1.0)
+
+    async def _repeat_first(self, rollout: RemoteRollout, messages: list[Any], token_ids: list[int]) -> None:
+        answer = await rollout.chat(messages, idempotency_key="call 0")
+        self.num_repeated += 1
+        if answer["id"] not in self.names or answer["choices"][0]["logprobs"]["token_ids"] != token_ids:
+            self.changed.append(rollout.task.rollout_id)
 
 
 @dataclass(frozen=True)
@@ -161,28 +190,40 @@ class CountedCalls:
     """Steps that no answer was made of."""
     named: int
     """Different ids of the answers."""
+    repeated: int
+    """First calls that were repeated later, beside those that a kill interrupted."""
+    changed: Sequence[str]
+    """Rollouts whose repeated call got another answer than the recorded one."""
     failed: Sequence[str]
     """Messages of rollouts that did not end in order."""
 
 
 async def ask_for(
-    log: KafkaLog, producers: ProducersProcess, *, groups: int, members: int, calls: int, timeout_s: float
+    log: KafkaLog,
+    producers: ProducersProcess,
+    *,
+    groups: int,
+    members: int,
+    calls: int,
+    timeout_s: float,
+    **settings: Any,
 ) -> None:
-    """Have the producers open so many groups of rollouts to agents, with weights that load nothing."""
+    """Have the producers open so many groups of rollouts to agents, with their first version."""
     await log.ensure_topics(num_partitions=6)
-    await log.send(first_weights(producers.artifacts.put_bytes(b"weights"), "none"))
+    await log.send(producers.first_version())
     for index in range(groups):
-        await log.send(task_for_agents(index, members=members, calls=calls, timeout_s=timeout_s))
+        await log.send(task_for_agents(index, members=members, calls=calls, timeout_s=timeout_s, **settings))
 
 
-async def killed_under_load(kafka: KafkaSettings, folder: Path, kills: int) -> CountedCalls:
+async def killed_under_load(producers: ProducersProcess, kills: int) -> CountedCalls:
     """Kill the producers process again and again while agents play; every rollout is played to its end."""
-    producers = ProducersProcess(folder, kafka, {"kind": "scripted"})
     agents = Agents(CALLS_A_KILL * (kills + 1))
-    async with KafkaLog(kafka, client_id="agents") as log:
-        how = {"groups": GROUPS, "members": MEMBERS, "calls": agents.calls}
+    async with KafkaLog(producers.kafka, client_id="agents") as log:
+        how: dict[str, Any] = {"groups": GROUPS, "members": MEMBERS, "calls": agents.calls}
+        how["sampling"] = Sampling(max_new_tokens=ANSWER_TOKENS)
         await ask_for(log, producers, **how, timeout_s=200.0 + 30 * kills)
-        async with GatewayClient.of_workspace(producers.workspace) as gateway, asyncio.TaskGroup() as all_of_it:
+        address = GatewayClient.of_workspace(producers.workspace, retries=RETRIES)
+        async with address as gateway, asyncio.TaskGroup() as all_of_it:
             for _ in range(GROUPS * MEMBERS):
                 all_of_it.create_task(agents.play(gateway))
             ended = all_of_it.create_task(until_ended(log, GROUPS * MEMBERS))
@@ -248,5 +289,7 @@ def _counted(events: Sequence[Any], agents: Agents, kills: int) -> CountedCalls:
         lost=(given - recorded).total(),
         doubled=(recorded - given).total(),
         named=len(agents.names),
+        repeated=agents.num_repeated,
+        changed=agents.changed,
         failed=[event.message for event in events if isinstance(event, RolloutFailed)],
     )

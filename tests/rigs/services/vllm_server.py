@@ -58,12 +58,12 @@ def started_settings(**changes: Any) -> VllmSettings:
     return VllmSettings(**(given | changes))
 
 
-def tiny_base(folder: Path, *, is_tied: bool = False) -> Path:
+def tiny_base(folder: Path, *, is_tied: bool = False, max_length: int = MAX_LENGTH) -> Path:
     """A model that vLLM's attention on the CPU can be computed with: its heads have 32 dimensions.
 
     Its head is one of its own: of tied ones vLLM 0.32 keeps the first on the CPU, whatever is loaded.
     """
-    base = make_tiny_model(folder / "model", seed=0, num_layers=1, hidden_size=128, max_length=MAX_LENGTH)
+    base = make_tiny_model(folder / "model", seed=0, num_layers=1, hidden_size=128, max_length=max_length)
     if not is_tied:
         config = json.loads((base / "config.json").read_text())
         (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 @asynccontextmanager
 async def composed(base: Path, folder: Path) -> AsyncIterator[tuple[VllmEngine, ComposedServer, ComposedServer]]:
-    """The engine with the settings of the service `gateway`, but for its addresses and folders, and both its servers."""
+    """The engine with the settings of `gateway`, but for its addresses and folders, and both its servers."""
     first, second = (ComposedServer(SERVICES[name], base, folder) for name in ("vllm-1", "vllm-2"))
     changes = {
         "base_urls": (first.url, second.url),
