@@ -69,6 +69,7 @@ class PolicyModel:
         where = f"model {settings.path}: device"
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), where))
         self.compute_dtype = compute_dtype_of(settings, self.device)
+        self._published_dtype = torch.float32 if settings.lora else self.compute_dtype
         self.tokenizer_sha256 = tokenizer_sha256(path or settings.path)
         self.base_sha256 = base_sha256(path or settings.path) if settings.lora and has_weights else ""
         load = partial(load_module, shares_base=shares_base) if has_weights else empty_module
@@ -145,10 +146,6 @@ class PolicyModel:
     def as_published(self, value: Tensor) -> Tensor:
         """A tensor in the published type."""
         return value.to(self._published_dtype) if value.is_floating_point() else value
-
-    @property
-    def _published_dtype(self) -> torch.dtype:
-        return torch.float32 if self.settings.lora else self.compute_dtype
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Take over weights by name. Raises ModelError if names or shapes are not this model's."""
