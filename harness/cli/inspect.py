@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
-from rollstream.schemas.errors import QueryError
+from rollstream.schemas.errors import ConfigError, QueryError
 
 
 @click.command()
@@ -68,8 +68,17 @@ def plot(run: str, output: Path | None, workspace: Path) -> None:
 @click.command("tiny-model")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--seed", type=int, default=0)
-def tiny_model(folder: Path, seed: int) -> None:
+@click.option(
+    "--hidden-size",
+    type=click.IntRange(min=8),
+    default=64,
+    show_default=True,
+    help="A multiple of 8; there are four heads, and vLLM on the CPU needs heads of 32 dimensions (128).",
+)
+def tiny_model(folder: Path, seed: int, hidden_size: int) -> None:
     """Create a tiny model and tokenizer for trying things out."""
     from rollstream.learner.tiny_model import make_tiny_model
 
-    click.echo(str(make_tiny_model(folder, seed=seed)))
+    if hidden_size % 8:
+        raise ConfigError(f"tiny-model --hidden-size: {hidden_size} is not a multiple of 8; take 64, or 128 for vLLM")
+    click.echo(str(make_tiny_model(folder, seed=seed, hidden_size=hidden_size)))

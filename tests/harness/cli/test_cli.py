@@ -354,6 +354,10 @@ def test_a_workspace_without_runs_is_named_in_the_error(tmp_path: Path, command:
     assert_refused(rollstream(*command, "-w", str(tmp_path / "w")), str(tmp_path / "w"))
 
 
+def test_a_hidden_size_that_no_tiny_model_can_have_is_refused(tmp_path: Path) -> None:
+    assert_refused(rollstream("tiny-model", str(tmp_path / "tiny"), "--hidden-size", "12"), "12 is not a multiple of 8")
+
+
 @pytest.mark.parametrize("command", ["finetune", "serve", "tiny-model"])
 def test_a_missing_extra_is_named_with_the_remedy(
     tmp_path: Path, written: dict[str, Any], write: Write, command: str
