@@ -97,7 +97,7 @@ class Rig:
     def files(self):
         return [path for path in Path(self.artifacts.uri).rglob("*") if path.is_file()]
 
-    async def settle(self):
+    async def finish_pending(self):
         """Let the follower do all that it can do now."""
         for _ in range(25):
             await asyncio.sleep(0.01)
@@ -114,7 +114,7 @@ def play(tmp_path, story):
 
         async def start():
             running.append(asyncio.create_task(rig.follower.run()))
-            await rig.settle()
+            await rig.finish_pending()
 
         async with asyncio.timeout(10):
             await story(rig, start)

@@ -24,7 +24,7 @@ def test_a_start_loads_only_the_newest_version_of_the_group_that_is_waited_for(t
         await start()
         assert rig.versions() == []
         await rig.follower.wait_for(GROUP, 2)
-        await rig.settle()
+        await rig.finish_pending()
         assert rig.versions() == [(GROUP, 3)]
         (loaded,) = await rig.loaded()
         assert (loaded.version, loaded.num_skipped, loaded.time_ms, loaded.engine) == (3, 0, 103, "engine-0")
@@ -57,10 +57,10 @@ def test_versions_that_come_while_one_is_loaded_are_skipped_and_counted(tmp_path
         rig.engine.may_load.clear()
         for version in (1, 2, 3, 4):
             await rig.publish(version)
-            await rig.settle()
+            await rig.finish_pending()
         rig.engine.may_load.set()
         await rig.follower.wait_for(GROUP, 4)
-        await rig.settle()
+        await rig.finish_pending()
         assert rig.versions() == [(GROUP, 0), (GROUP, 1), (GROUP, 4)]
         assert [event.num_skipped for event in await rig.loaded()] == [0, 0, 2]
 
@@ -76,7 +76,7 @@ def test_a_group_whose_load_hangs_delays_no_other_groups_versions(tmp_path):
         rig.engine.hanging = {GROUP}
         for version in (1, 2):
             await rig.publish(version)
-            await rig.settle()
+            await rig.finish_pending()
         rig.engine.refused = {3}
         for version in (1, 2, 3):
             await rig.publish(version, group=OTHER)
@@ -92,7 +92,7 @@ def test_a_group_whose_load_hangs_delays_no_other_groups_versions(tmp_path):
         assert rig.versions()[2:] == [(OTHER, 1), (OTHER, 2), (THIRD, 0), (GROUP, 1), (GROUP, 2)]
         rig.engine.hanging = {OTHER}
         await rig.publish(4, group=OTHER)
-        await rig.settle()  # a follower that is stopped does not wait for it
+        await rig.finish_pending()  # a follower that is stopped does not wait for it
 
     play(tmp_path, story)
 
@@ -123,20 +123,20 @@ def test_a_group_is_neither_unloaded_while_it_loads_nor_loaded_while_it_is_unloa
         await rig.follower.wait_for(GROUP, 0)
         rig.engine.hanging = {GROUP}
         await rig.publish(1)
-        await rig.settle()
+        await rig.finish_pending()
         await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
         await rig.publish(0, group=OTHER)
         await rig.follower.wait_for(OTHER, 0)
         assert rig.engine.unloaded == []
         rig.engine.hanging.clear()
-        await rig.settle()
+        await rig.finish_pending()
         rig.engine.may_unload.clear()
         await rig.publish(0, group=THIRD)
         coming = asyncio.create_task(rig.follower.wait_for(THIRD, 0))
-        await rig.settle()
+        await rig.finish_pending()
         await rig.publish(2)
         again = asyncio.create_task(rig.follower.wait_for(GROUP, 2))
-        await rig.settle()
+        await rig.finish_pending()
         assert (rig.engine.unloaded, coming.done(), again.done()) == ([GROUP], False, False)
         rig.engine.may_unload.set()
         await asyncio.gather(coming, again)
@@ -155,7 +155,7 @@ def test_a_lower_term_after_a_higher_claim_is_void(tmp_path, caplog):
         await start()
         await rig.follower.wait_for(GROUP, 0)
         await rig.publish(2, term=1)
-        await rig.settle()
+        await rig.finish_pending()
         assert rig.versions() == [(GROUP, 0)]
         await rig.publish(1, term=2)
         await rig.follower.wait_for(GROUP, 1)
@@ -172,12 +172,12 @@ def test_a_wrong_hash_is_not_loaded_and_is_named_once(tmp_path, caplog):
         await start()
         await rig.follower.wait_for(GROUP, 0)
         await rig.publish(1, is_broken=True)
-        await rig.settle()
+        await rig.finish_pending()
         assert rig.versions() == [(GROUP, 0)]
         assert rig.engine.version(GROUP) == 0
         await rig.publish(2)
         await rig.follower.wait_for(GROUP, 2)
-        await rig.settle()
+        await rig.finish_pending()
         assert [(event.version, event.num_skipped) for event in await rig.loaded()] == [(0, 0), (2, 1)]
 
     play(tmp_path, story)
@@ -193,7 +193,7 @@ def test_an_artifact_that_comes_back_is_loaded_without_a_new_version(tmp_path):
         await rig.publish(0, is_broken=True)
         await start()
         wait = asyncio.create_task(rig.follower.wait_for(GROUP, 0))
-        await rig.settle()
+        await rig.finish_pending()
         assert not wait.done()
         (torn,) = (tmp_path / "artifacts").glob("*/*")
         torn.write_bytes(f"{GROUP} 0 1".encode())
@@ -281,12 +281,12 @@ def test_a_version_collected_while_it_was_loaded_is_skipped_for_the_newest(tmp_p
         await rig.publish(1)
         await asyncio.to_thread(store.is_asked.wait, 10)
         await rig.publish(2)
-        await rig.settle()
+        await rig.finish_pending()
         (first,) = [path for path in rig.files() if path.read_bytes() == f"{GROUP} 1 1".encode()]
         first.unlink()
         store.may_fetch.set()
         await rig.follower.wait_for(GROUP, 1)
-        await rig.settle()
+        await rig.finish_pending()
         assert rig.versions() == [(GROUP, 0), (GROUP, 2)]
 
     with caplog.at_level(logging.INFO):
@@ -307,7 +307,7 @@ def test_an_engine_keeps_the_local_copy_of_the_remote_version_that_it_serves_onl
         for version in (0, 2):
             await rig.publish(version)
             await rig.follower.wait_for(GROUP, version)
-            await rig.settle()
+            await rig.finish_pending()
             assert copies() == [f"{GROUP} {version} 1"]
             if version == 0:
                 await rig.publish(1)
@@ -327,9 +327,9 @@ def test_an_ended_run_is_unloaded_for_the_next_one(tmp_path):
         await start()
         await rig.follower.wait_for(GROUP, 0)
         await rig.log.send(RunEnded(run_id="run-1", time_ms=1, cause="stopped"))
-        await rig.settle()
+        await rig.finish_pending()
         await rig.publish(1)
-        await rig.settle()
+        await rig.finish_pending()
         assert rig.versions() == [(GROUP, 0)]
         rig.engine.refused.add(GROUP)
         for group in (THIRD, OTHER):
@@ -362,7 +362,7 @@ def test_older_versions_removed_by_retention_are_not_needed(tmp_path):
         await rig.publish(1)
         rig.log.truncate(TopicPartition("weights", 0), 2)
         running = asyncio.create_task(rig.follower.run())
-        await rig.settle()
+        await rig.finish_pending()
         await rig.publish(2)
         await rig.follower.wait_for(GROUP, 2)
         running.cancel()
