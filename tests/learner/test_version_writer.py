@@ -143,7 +143,7 @@ def test_events_of_versions_stay_in_order_and_the_time_that_training_waited_is_a
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_phases_count_rounded_weights_and_a_store_that_takes_longer_than_the_next_batch(
-    lab: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+    lab: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = ArtifactStore.put_hashed
 
@@ -198,7 +198,7 @@ def test_a_broken_chain_of_manifests_fails_the_job_after_the_version_before_is_p
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_job_cancelled_while_its_version_is_written_publishes_nothing_more(
-    lab: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+    lab: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
         work = Work(monkeypatch)
