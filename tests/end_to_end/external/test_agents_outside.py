@@ -95,7 +95,7 @@ def test_an_agent_with_openais_client_learns_on_vllm(project: Any) -> None:
     rewards = [row["avg_reward"] for row in project.rows("SELECT avg_reward FROM epoch_summary ORDER BY epoch")]
     assert len(rewards) == LEARNING
     assert rewards[0] < 0.05
-    assert sum(rewards[-2:]) / 2 > 0.08, f"a number is worth 0.1, the right one 1: {rewards}"
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.04, f"a number is worth 0.1, the right one 1: {rewards}"
     rollouts = project.rows("SELECT state, count(*) AS n, count(reward) AS rewarded FROM rollouts GROUP BY 1")
     assert rollouts == [{"state": "ended", "n": 64 * LEARNING, "rewarded": 64 * LEARNING}], project.logs()
     sampled = project.rows("SELECT DISTINCT max_version AS version FROM steps WHERE max_version >= 0 ORDER BY 1")
