@@ -119,7 +119,7 @@ def test_a_what_if_whose_learner_dies_has_ended_with_its_error(recorded, monkeyp
 
 def test_a_what_if_gives_signs_of_life_from_its_beginning_to_its_end(recorded, monkeypatch):
     (first, _) = of_type(asyncio.run(read_run(recorded.log, "replayed")).by_topic["groups"], RunStarted)[0]
-    monkeypatch.setattr(RunEvents, "started", first.model_copy(update={"idle_timeout_s": 0.3}))
+    monkeypatch.setattr(RunEvents, "started", first.model_copy(update={"idle_timeout_s": 0.03}))
     _, events = asked(recorded, {})
     kinds = [type(received.event) for received in events.by_topic["groups"]]
     assert kinds[0] is RunStarted
