@@ -1,15 +1,16 @@
 """Events to records and back: orjson values, CloudEvents 1.0 binary-mode headers, content digests."""
 
 import hashlib
+import re
 from binascii import unhexlify
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from rollstream.eventlog.log import Headers, Received, Record, partition_of
+from rollstream.eventlog.log import Encoded, Headers, Received, Record, partition_of
 from rollstream.schemas.base import Event, validator_of
 from rollstream.schemas.errors import DecodeError, first_invalid
 from rollstream.schemas.events import KINDS, Tick
@@ -19,6 +20,12 @@ _SORTED = orjson.OPT_SORT_KEYS
 _ONLY_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
 """Values that orjson would write as text or an object, though JSON has no such type, go to `_fields`, which refuses
 them.
+"""
+_CANONICAL = _ONLY_JSON | _SORTED
+_DIGESTED = "ce_digested"
+"""Header of a record that is digested as it is written: the number of bytes of its value before the comma and the
+fields that are not content. Its digest is sha256 of these bytes and a closing brace. Without the header it is that of
+the content with sorted keys; all records were written so until 2026-11-28.
 """
 _FEW_NESTED = 200
 """Values with so few arrays and objects cannot be nested too deeply to be written again."""
@@ -35,35 +42,37 @@ _VALIDATORS: dict[str, dict[str, Callable[[Any], Event]]] = {
 """Validators by topic and kind, each of which makes an event of its content."""
 
 
-class Encoded(NamedTuple):
-    """An event as a record: what to send."""
-
-    topic: str
-    key: bytes
-    value: bytes
-    headers: Headers
-    event: Event
-
-    @property
-    def digest(self) -> str:
-        """Content digest of the event, computed when it is asked for."""
-        return content_digest(self.event)
-
-
-def encode(event: Event) -> Encoded:
-    """Key, value and headers of an event."""
-    content = _fields(event)
-    value = orjson.dumps(content, default=_fields, option=_ONLY_JSON)
+def encode(event: Event | Encoded) -> Encoded:
+    """Key, value and headers of an event; what is encoded stays as it is."""
+    if isinstance(event, Encoded):
+        return event
     key = event.key.encode()
+    kind: Any = event
     headers: Headers = (
         ("content-type", b"application/json"),
         ("ce_specversion", b"1.0"),
         ("ce_id", event.event_id.encode()),
         ("ce_source", b"rollstream"),
-        ("ce_type", _type_of(content["kind"], content["v"])),
+        ("ce_type", _type_of(kind.kind, kind.v)),
         ("ce_subject", key),
     )
-    return Encoded(event.TOPIC, key, value, headers, event)
+    if event.DIGEST_OF == "content":
+        value = orjson.dumps(_fields(event), default=_fields, option=_ONLY_JSON)
+        return Encoded(event.TOPIC, key, value, headers, event)
+    digested = _digested(event)
+    rest = {name: getattr(event, name) for name in event.UNDIGESTED}
+    value = b"%b,%b" % (digested, orjson.dumps(rest, option=_CANONICAL)[1:])
+    headers += ((_DIGESTED, b"%d" % len(digested)),)
+    return Encoded(event.TOPIC, key, value, headers, event, len(digested))
+
+
+def _digested(event: Event) -> bytes:
+    """JSON of an event's content without the closing brace, as its record has it."""
+    content = _own_fields(event)
+    for name in event.UNDIGESTED:
+        content.pop(name, None)
+    option = _ONLY_JSON if event.DIGEST_OF == "record" else _CANONICAL
+    return orjson.dumps(content, default=_fields, option=option)[:-1]
 
 
 @cache
@@ -87,7 +96,8 @@ def decode(record: Record, *, num_partitions: int | None = None) -> Received:
             raise DecodeError(
                 f"wrong partition: the record is in {record.partition}, and {event.event_id} belongs to {own}"
             )
-    return Received(event, partial(_digest, content, event.UNDIGESTED), record.position, record.timestamp_ms)
+    digest = partial(_digest_received, record, content, event.UNDIGESTED)
+    return Received(event, digest, record.position, record.timestamp_ms)
 
 
 def kind_of(record: Record) -> str | None:
@@ -127,8 +137,18 @@ def parse(topic: str, value: bytes | None) -> tuple[Event, dict[str, Any]]:
         raise DecodeError(f"{kind}: {first_invalid(error)}") from error
 
 
+def digest_of(encoded: Encoded) -> str:
+    """Content digest of an event that is encoded: of its record's bytes if they are written for it."""
+    if encoded.num_digested:
+        return _sha256_of(encoded.value, encoded.num_digested)
+    return content_digest(encoded.event)
+
+
 def content_digest(event: Event) -> str:
-    """sha256 (hex) of an event's canonical content: sorted keys, without the fields in `UNDIGESTED`."""
+    """sha256 (hex) of an event's JSON without the fields in `UNDIGESTED`; of what, its `DIGEST_OF` says."""
+    if event.DIGEST_OF == "record":
+        written = _digested(event)
+        return _sha256_of(written, len(written))
     return _digest(_own_fields(event), event.UNDIGESTED)
 
 
@@ -146,6 +166,29 @@ def canonical_digest(value: Any) -> str:
     return hashlib.sha256(orjson.dumps(value, option=_SORTED)).hexdigest()
 
 
+def _digest_received(record: Record, content: dict[str, Any], undigested: frozenset[str]) -> str:
+    """Digest of a record: of its own bytes if its header says how many, else of its content with sorted keys. A value
+    that another program has written again, with the old headers, does not end so.
+    """
+    value = record.value
+    for name, number in reversed(record.headers):
+        if name == _DIGESTED and value is not None and number and number.isdigit():
+            end = int(number[:9])
+            return _sha256_of(value, end) if _rest(undigested)(value, end) else _digest(content, undigested)
+    return _digest(content, undigested)
+
+
+@cache
+def _rest(undigested: frozenset[str]) -> Callable[[bytes, int], re.Match[bytes] | None]:
+    """Whether the undigested fields and nothing else follow in a value from a place on."""
+    fields = [b'"%b":[^,]*' % name.encode() for name in sorted(undigested)]
+    return re.compile(b",%b}" % b",".join(fields)).fullmatch
+
+
+def _sha256_of(value: bytes, num_digested: int) -> str:
+    return hashlib.sha256(value[:num_digested] + b"}").hexdigest()
+
+
 def _digest(content: dict[str, Any], undigested: frozenset[str]) -> str:
     """Digest of content that nobody needs after it: what is undigested is taken out of it."""
     for name in undigested:
@@ -158,13 +201,13 @@ def _fields(value: Any) -> dict[str, Any]:
 
     To read only. Those that were added since it was published (`schemas.base.added`) are left out at their default.
     """
-    added = _added(type(value))
+    added = _ADDED[type(value)]
     return _without(added, value) if added else vars(value)
 
 
 def _own_fields(value: Any) -> dict[str, Any]:
     """The same in a dictionary of the caller's own."""
-    return _without(_added(type(value)), value)
+    return _without(_ADDED[type(value)], value)
 
 
 def _without(added: tuple[tuple[str, Any], ...], value: Any) -> dict[str, Any]:
@@ -175,12 +218,18 @@ def _without(added: tuple[tuple[str, Any], ...], value: Any) -> dict[str, Any]:
     return content
 
 
-@cache
-def _added(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
-    """Its added fields and their defaults: calls of `exclude_if` would take longer than all else here."""
-    if not issubclass(kind, BaseModel):
-        raise TypeError(f"{kind.__name__} cannot be encoded as JSON")
-    return tuple((name, field.default) for name, field in kind.model_fields.items() if field.exclude_if)
+class _AddedFields(dict[type[Any], tuple[tuple[str, Any], ...]]):
+    """Added fields and their defaults by class: calls of `exclude_if` would take longer than all else here."""
+
+    def __missing__(self, kind: type[Any]) -> tuple[tuple[str, Any], ...]:
+        if not issubclass(kind, BaseModel):
+            raise TypeError(f"{kind.__name__} cannot be encoded as JSON")
+        fields = kind.model_fields.items()
+        found = ((name, field.get_default(call_default_factory=True)) for name, field in fields if field.exclude_if)
+        return self.setdefault(kind, tuple(found))
+
+
+_ADDED = _AddedFields()
 
 
 def _check_depth(content: dict[str, Any]) -> None:

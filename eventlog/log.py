@@ -72,6 +72,18 @@ class Record:
         return _position((self.topic, self.partition, self.offset))
 
 
+class Encoded(NamedTuple):
+    """An event as a record: what to send."""
+
+    topic: str
+    key: bytes
+    value: bytes
+    headers: Headers
+    event: Event
+    num_digested: int = 0
+    """Number of bytes at the beginning of the value that the digest is made of; 0 if it is not written so."""
+
+
 class Received:
     """A decoded record: the input of a fold. Its digest is computed when it is first asked for."""
 
@@ -216,12 +228,14 @@ class EventLog(Protocol):
         """Partition count of a topic."""
         ...
 
-    async def send(self, event: Event, *, partition: int | None = None) -> Position:
-        """Append one event; returns once all replicas have it. Default partition: `partition_of(key)`."""
+    async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
+        """Append one event, which may be encoded already; returns once all replicas have it. Default partition:
+        `partition_of(key)`.
+        """
         ...
 
-    async def send_all(self, events: Sequence[Event]) -> list[Position]:
-        """Append events in order (per partition); returns once all are acknowledged."""
+    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
+        """Append events, as `send` does, in order (per partition); returns once all are acknowledged."""
         ...
 
     async def send_raw(

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.codec import Encoded
+from rollstream.eventlog.log import Encoded
 from rollstream.producers import user_tasks
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.evaluators import table

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollstream.eventlog.attempts import ENGINE_ERROR, NOT_ALLOWED, OVERSAMPLED
-from rollstream.eventlog.codec import Encoded, encode
+from rollstream.eventlog.codec import encode
 from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.log import EventLog, Record
+from rollstream.eventlog.log import Encoded, EventLog, Record
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.league.draw import opponents_of, seats_of
 from rollstream.producers.league.opponents import OpponentWeights

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
-from rollstream.eventlog.codec import Encoded
-from rollstream.eventlog.log import EventLog, TopicPartition, check_kept
+from rollstream.eventlog.log import Encoded, EventLog, TopicPartition, check_kept
 from rollstream.producers.clock import EventClock
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.events import RolloutEnded, RolloutFailed

@@ -1,7 +1,9 @@
 """Base class of all events: a literal kind, a schema version, event time, and ids derived from what happened."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from operator import eq
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,7 +14,10 @@ def added(default: Any, **constraints: Any) -> Any:
     At its default it is not written, so what was recorded without it has the same bytes and digest when it is encoded
     or folded again.
     """
-    return Field(default=default, exclude_if=lambda value: value == default, **constraints)
+    exclude_if = partial(eq, default)
+    if default == {}:  # pydantic would make a deep copy of it for every event
+        return Field(default_factory=dict, exclude_if=exclude_if, **constraints)
+    return Field(default=default, exclude_if=exclude_if, **constraints)
 
 
 class Settings(BaseModel):
@@ -38,6 +43,10 @@ class Locator(BaseModel):
     offset: int = Field(ge=0)
 
 
+DigestOf = Literal["content", "record", "sorted record"]
+"""The bytes that an event's digest is made of."""
+
+
 class Event(BaseModel):
     """A past-tense fact. Frozen; unknown fields are forbidden.
 
@@ -49,6 +58,11 @@ class Event(BaseModel):
     TOPIC: ClassVar[str]
     """Short name of the topic, a key of `rollstream.schemas.topics.TOPICS`."""
     UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms"})
+    DIGEST_OF: ClassVar[DigestOf] = "content"
+    """Its digest is made of its content with sorted keys, written for the digest alone, or of its record, in which the
+    undigested fields come last. For events whose digest every reader asks for: `record`, which keeps the order of keys,
+    or `sorted record`, whose digest is also that of the content.
+    """
 
     run_id: str
     time_ms: int = Field(ge=0)

@@ -19,6 +19,7 @@ from rollstream.eventlog.kafka.reader import KafkaReader
 from rollstream.eventlog.kafka.security import client_options
 from rollstream.eventlog.log import (
     SEND_TIMEOUT_S,
+    Encoded,
     Headers,
     OnPartitions,
     OpenedByBlock,
@@ -144,14 +145,14 @@ class KafkaLog(OpenedByBlock):
             self._num_partitions[topic] = count
         return self._num_partitions[topic]
 
-    async def send(self, event: Event, *, partition: int | None = None) -> Position:
+    async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
         """Append one event; returns once all replicas have it."""
         encoded = encode(event)
         return await self.send_raw(
             encoded.topic, key=encoded.key, value=encoded.value, headers=encoded.headers, partition=partition
         )
 
-    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
         """Append events in order (per partition); returns once all are acknowledged."""
         sent: list[tuple[str, asyncio.Future[Any]]] = []
         for event in events:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.log import (
+    Encoded,
     Headers,
     OnPartitions,
     Position,
@@ -49,12 +50,12 @@ class MemoryLog:
         """Partition count of a topic."""
         return self._store.num_partitions(topic)
 
-    async def send(self, event: Event, *, partition: int | None = None) -> Position:
+    async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
         """Append one event."""
         encoded = encode(event)
         return self._append(encoded.topic, encoded.key, encoded.value, encoded.headers, partition)
 
-    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
         """Append events in order."""
         return [await self.send(event) for event in events]
 

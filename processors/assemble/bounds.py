@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import record_size
+from rollstream.eventlog.log import RECORD_OVERHEAD_BYTES, record_size
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
-from rollstream.schemas.events.rollouts import GroupStarted, TrajectoryAssembled
+from rollstream.schemas.events.rollouts import GroupStarted, TokenSequence, TrajectoryAssembled
 from rollstream.schemas.events.training import AttemptOutcome, GroupClosed
 from rollstream.schemas.topics import TOPICS
 
@@ -30,6 +30,9 @@ _CHAR_BYTES = 6
 """Maximum bytes of a character in JSON."""
 _OTHER_BYTES = 4096
 """Maximum bytes of a record apart from texts and entries, headers included."""
+_MAX_BYTES = TOPICS[TrajectoryAssembled.TOPIC].max_record_bytes
+_MAX_TOKEN_BYTES = _MAX_BYTES - RECORD_OVERHEAD_BYTES - 64 * 1024
+"""Maximum bytes of a trajectory's token arrays, with a generous estimate for the rest of its record."""
 
 
 def fitting(closed: GroupClosed) -> GroupClosed:
@@ -98,30 +101,40 @@ def check_opening(started: GroupStarted) -> None:
 
 
 def check_trajectory(fields: Mapping[str, Any]) -> None:
-    """Raises DecodeError for fields of a TrajectoryAssembled that would not fit into its record."""
-    limit = TOPICS[TrajectoryAssembled.TOPIC].max_record_bytes
-    if _most_bytes(fields) <= limit:
-        return
-    size = _size(TrajectoryAssembled.model_validate(fields))
-    if size > limit:
-        raise DecodeError(f"its trajectory would have {size} bytes, more than the {limit} of a record")
-
-
-def _most_bytes(fields: Mapping[str, Any]) -> int:
-    """Upper bound of the size of a trajectory's record."""
-    num_chars = 2 * sum([len(value) for value in fields.values() if isinstance(value, str)])  # some are in headers too
-    num_entries, size = 0, _OTHER_BYTES
+    """Raises DecodeError for fields of a TrajectoryAssembled whose tokens, or the whole of it, would not fit into its
+    record. The messages are part of the closing's digest.
+    """
+    num_token_bytes, num_entries, num_chars = _size_of(fields["sequences"])
+    if num_token_bytes > _MAX_TOKEN_BYTES:
+        raise DecodeError(f"its trajectory would have {num_token_bytes} bytes of tokens, more than {_MAX_TOKEN_BYTES}")
+    for value in fields.values():
+        if type(value) is str:
+            num_chars += 2 * len(value)  # some are in headers too
     for name in ("rewards", "step_rewards", "step_scores"):
         num_entries += len(fields[name])
-        num_chars += sum(map(len, fields[name]))
-    for sequence in fields["sequences"]:
-        size += len(sequence.token_ids) + len(sequence.logprobs or "")
-        num_entries += 1 + len(sequence.completions)
+        for key in fields[name]:
+            num_chars += len(key)
+    if _OTHER_BYTES + num_token_bytes + _PART_BYTES * num_entries + _CHAR_BYTES * num_chars <= _MAX_BYTES:
+        return
+    size = _size(TrajectoryAssembled.model_validate(fields))
+    if size > _MAX_BYTES:
+        raise DecodeError(f"its trajectory would have {size} bytes, more than the {_MAX_BYTES} of a record")
+
+
+def _size_of(sequences: Iterable[TokenSequence]) -> tuple[int, int, int]:
+    """Bytes of tokens and completions; sequences and spans; characters of their texts."""
+    num_bytes = num_entries = num_chars = 0
+    for sequence in sequences:
+        num_bytes += len(sequence.token_ids) + len(sequence.logprobs or "") + _PART_BYTES * len(sequence.completions)
+        num_entries += 1
         for part in sequence.completions:
-            size += len(part.kept_ids or "")
-            num_entries += len(part.spans)
-            num_chars += len(part.finish_reason) + sum([len(span.model_group) for span in part.spans])
-    return size + _PART_BYTES * num_entries + _CHAR_BYTES * num_chars
+            num_chars += len(part.finish_reason)
+            if part.kept_ids:
+                num_bytes += len(part.kept_ids)
+            for span in part.spans:
+                num_chars += len(span.model_group)
+                num_entries += 1
+    return num_bytes, num_entries, num_chars
 
 
 def _size(event: Event) -> int:

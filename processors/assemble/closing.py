@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Literal, cast
 
+from rollstream.eventlog import codec
 from rollstream.eventlog.attempts import OVERSAMPLED
 from rollstream.eventlog.log import Received
 from rollstream.processors.assemble.bounds import fitting
@@ -29,7 +30,7 @@ def close(group: OpenGroup, received: Received, *, is_timed_out: bool) -> Closin
         else:
             decide(group, attempt, "superseded", OVERSAMPLED)
     assembled = [group.complete[member] for member in sorted(group.complete)]
-    trajectories = tuple([_trajectory(fields) for each in assembled for fields in each.trajectories])
+    trajectories = tuple([codec.encode(_trajectory(fields)) for each in assembled for fields in each.trajectories])
     outcomes = cast("Iterable[AttemptOutcome]", group.attempts.values())  # none is in progress now
     where = received.position
     closed = GroupClosed(

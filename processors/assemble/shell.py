@@ -240,13 +240,13 @@ class AssembleShell:
         del known.held[number]
 
     async def _publish(self, closings: list[assembly.Closing]) -> None:
-        locators = iter(await self._log.send_all([one for closing in closings for one in closing.trajectories]))
+        locators = iter(await self._log.send_all([one for closing in closings for one in closing.encoded]))
         failpoint("assemble/after-trajectories-before-groups")
         closed: list[Event] = []
         for closing in closings:
             where = tuple(
                 Locator(partition=locator.partition, offset=locator.offset)
-                for _, locator in zip(closing.trajectories, locators, strict=False)
+                for _, locator in zip(closing.encoded, locators, strict=False)
             )
             closed.append(closing.closed.model_copy(update={"locators": where}))
         await self._log.send_all(closed)

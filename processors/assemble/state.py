@@ -2,9 +2,10 @@
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from rollstream.eventlog.attempts import Recorded
+from rollstream.eventlog.log import Encoded
 from rollstream.schemas.events.rollouts import GroupStarted, LLMCall, RewardRecorded, TrajectoryAssembled
 from rollstream.schemas.events.training import AttemptOutcome, GroupClosed
 
@@ -73,9 +74,15 @@ class Closing:
 
     first_offset: int
     """Offset of its GroupStarted, which the low-water mark must not pass before both are acknowledged."""
-    trajectories: tuple[TrajectoryAssembled, ...]
+    encoded: tuple[Encoded, ...]
+    """Records of the trajectories."""
     closed: GroupClosed
     """Lacks locators; one for each trajectory, in order, is added once the trajectories are stored."""
+
+    @property
+    def trajectories(self) -> tuple[TrajectoryAssembled, ...]:
+        """The trajectories whose records these are."""
+        return tuple([cast(TrajectoryAssembled, one.event) for one in self.encoded])
 
 
 @dataclass(slots=True)

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import RECORD_OVERHEAD_BYTES
+from rollstream.eventlog.log import Encoded
 from rollstream.processors.assemble.bounds import check_trajectory
 from rollstream.processors.assemble.sequences import dead_branches, join_calls
 from rollstream.processors.assemble.state import Assembled, Attempt, Call
@@ -18,15 +18,11 @@ from rollstream.schemas.events.rollouts import (
     GroupStarted,
     RewardRecorded,
     RolloutEnded,
-    TokenSequence,
     TrajectoryAssembled,
 )
 from rollstream.schemas.events.training import MemberRef
 from rollstream.schemas.settings import MAX_REWARD_SUM, OTHERS
-from rollstream.schemas.topics import TOPICS
 
-_MAX_BYTES = TOPICS["trajectories"].max_record_bytes - RECORD_OVERHEAD_BYTES - 64 * 1024
-"""Maximum bytes of a trajectory's token arrays, with a generous estimate for the rest of its record."""
 _BY_REWARD = attrgetter("reward_index")
 _member = validator_of(MemberRef)
 
@@ -62,7 +58,6 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
         dead = dead_branches(calls) if started.drop_dead_branches else None
         if dead:
             sequences = join_calls(calls, keep_finish_reasons=keep_finish_reasons, without=dead)
-        _check_size(sequences)
         num_tokens += sum([tokens.count(sequence.token_ids) for sequence in sequences])
         fields: dict[str, object] = {
             "run_id": started.run_id,
@@ -145,8 +140,9 @@ def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str
     return RewardSums(total, by_name, by_step, scores)
 
 
-def reference(trajectory: TrajectoryAssembled) -> MemberRef:
-    """A trajectory's entry in GroupClosed."""
+def reference(encoded: Encoded) -> MemberRef:
+    """The entry in GroupClosed of a TrajectoryAssembled, given as its record."""
+    trajectory = cast(TrajectoryAssembled, encoded.event)
     num_tokens = num_completion_tokens = num_without_logprobs = 0
     versions: list[int] = []
     has_logprobs = not trajectory.sequences
@@ -169,7 +165,7 @@ def reference(trajectory: TrajectoryAssembled) -> MemberRef:
             "rollout_id": trajectory.rollout_id,
             "agent": trajectory.agent,
             "member": trajectory.member,
-            "digest": codec.content_digest(trajectory),
+            "digest": codec.digest_of(encoded),
             "reward": trajectory.reward,
             "num_tokens": num_tokens,
             "num_completion_tokens": num_completion_tokens,
@@ -190,16 +186,6 @@ def num_tokens(attempt: Attempt) -> int:
 
 def _num_sampled(calls: Iterable[Call], steps: AbstractSet[int]) -> int:
     return sum([tokens.count(call.llm.completion_ids) for call in calls if call.step_index in steps])
-
-
-def _check_size(sequences: tuple[TokenSequence, ...]) -> None:
-    size = 0
-    for sequence in sequences:
-        size += len(sequence.token_ids) + len(sequence.logprobs or "") + 200 * len(sequence.completions)
-        for part in sequence.completions:
-            size += len(part.kept_ids) if part.kept_ids else 0
-    if size > _MAX_BYTES:
-        raise DecodeError(f"its trajectory would have {size} bytes of tokens, more than {_MAX_BYTES}")
 
 
 def _model_group_of(calls: list[Call]) -> str:

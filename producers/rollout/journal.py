@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import check_record_size
+from rollstream.eventlog.log import Encoded, check_record_size
 from rollstream.producers.rollout.continuing import RecordedAttempt
 from rollstream.schemas.base import Event, validator_of
 from rollstream.schemas.errors import EnvironmentRunError, LogError
@@ -25,7 +25,7 @@ from rollstream.schemas.events import (
 )
 from rollstream.schemas.events.rollouts import FunctionAncestry, Prefix
 
-Emit = Callable[[codec.Encoded], Awaitable[None]]
+Emit = Callable[[Encoded], Awaitable[None]]
 """Sends an event, which is encoded once, where it is checked that a record can hold it."""
 Acknowledged = Callable[[], Awaitable[None]]
 """Returns once the log has acknowledged all that was emitted so far."""
@@ -234,7 +234,7 @@ class Journal:
         """Emit an event; returns its digest."""
         self._check_open()
         encoded = self._encoded(event, what)
-        digest = encoded.digest  # of what is sent: an environment may change what it recorded
+        digest = codec.digest_of(encoded)  # of what is sent: an environment may change what it recorded
         try:
             await self._emit(encoded)
         except Exception as error:
@@ -242,7 +242,7 @@ class Journal:
             raise
         return digest
 
-    def _encoded(self, event: Event, what: str) -> codec.Encoded:
+    def _encoded(self, event: Event, what: str) -> Encoded:
         """Raises EnvironmentRunError if no record can hold the event: the environment's fault, not the log's."""
         try:
             encoded = codec.encode(event)

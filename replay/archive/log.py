@@ -17,6 +17,7 @@ import duckdb
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import (
+    Encoded,
     EventLog,
     GroupReader,
     Headers,
@@ -113,11 +114,11 @@ class ExportLog(OpenedByBlock):
         """Raises LogError."""
         self._refuse()
 
-    async def send(self, event: Event, *, partition: int | None = None) -> Position:
+    async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
         """Raises LogError."""
         self._refuse()
 
-    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
         """Raises LogError."""
         self._refuse()
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, NonNegativeInt
 
 from rollstream.schemas import ids
-from rollstream.schemas.base import Event, added
+from rollstream.schemas.base import DigestOf, Event, added
 from rollstream.schemas.settings import MAX_MEMBERS, RolloutSettings
 
 Purpose = Literal["train", "validation"]
@@ -229,6 +229,7 @@ class StepRecorded(RolloutEvent):
 
     TOPIC: ClassVar[str] = "steps"
     UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "event_timestamp", "span_event_timestamp"})
+    DIGEST_OF: ClassVar[DigestOf] = "record"
     kind: Literal["step_recorded"] = "step_recorded"
     v: Literal[1] = 1
     step_index: int = Field(ge=0)
@@ -258,6 +259,7 @@ class RewardRecorded(RolloutEvent):
     """One reward of a rollout, for a step or for the whole, for one agent or for all."""
 
     TOPIC: ClassVar[str] = "steps"
+    DIGEST_OF: ClassVar[DigestOf] = "record"
     kind: Literal["reward_recorded"] = "reward_recorded"
     v: Literal[1] = 1
     reward_index: int = Field(ge=0)
@@ -354,6 +356,7 @@ class TrajectoryAssembled(RolloutEvent):
     """Everything that one agent did in one rollout, token-exact, with its reward: the heavy payload, written once."""
 
     TOPIC: ClassVar[str] = "trajectories"
+    DIGEST_OF: ClassVar[DigestOf] = "sorted record"
     kind: Literal["trajectory_assembled"] = "trajectory_assembled"
     v: Literal[1] = 1
     trajectory_id: str

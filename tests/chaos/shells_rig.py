@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import Armed, Killed, armed
-from rollstream.eventlog.log import Headers, Position, TopicPartition
+from rollstream.eventlog.log import Encoded, Headers, Position, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.processors.assemble.shell import AssembleShell
 from rollstream.processors.curate.shell import CurateShell
@@ -35,7 +35,7 @@ class Connection:
     def __getattr__(self, name: str) -> object:
         return getattr(self._log, name)
 
-    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
         """Each record some time after the one before; the acknowledgements later still."""
         positions: list[Position] = []
         for event in events:

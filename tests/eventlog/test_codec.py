@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.eventlog.codec import chain, content_digest, decode, encode
-from rollstream.eventlog.log import Record, check_record_size
+from rollstream.eventlog.codec import chain, content_digest, decode, digest_of, encode
+from rollstream.eventlog.log import Encoded, Record, check_record_size
 from rollstream.producers.rollout.reply import Failure
-from rollstream.schemas.base import Locator
+from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.errors import DecodeError, LogError
 from rollstream.schemas.events import KINDS, RewardRecorded, StepRecorded, TaskCancelled
 from rollstream.schemas.events.rollouts import FunctionAncestry, LLMCall, Prefix, VersionSpan
@@ -30,6 +30,14 @@ def golden(name: str) -> dict[str, Any]:
 
 def record(topic: str, value: bytes | None, key: bytes | None = None) -> Record:
     return Record(topic, 0, 7, key, value, (), 1)
+
+
+def sha256_of(content: Any, option: int | None = None) -> str:
+    return hashlib.sha256(orjson.dumps(content, option=option)).hexdigest()
+
+
+def as_record(encoded: Encoded, *more: tuple[str, bytes]) -> Record:
+    return Record(encoded.topic, 0, 0, encoded.key, encoded.value, encoded.headers + more, 1)
 
 
 def changed(**changes: Any) -> Record:
@@ -53,12 +61,15 @@ def test_an_event_of_every_kind_comes_back_as_it_was(kind: str) -> None:
     kept = golden(f"{kind}.v{version}.json")
     event = KINDS[kind].model_validate(kept["value"])
     encoded = encode(event)
-    received = decode(Record(encoded.topic, 0, 0, encoded.key, encoded.value, encoded.headers, 1))
+    received = decode(as_record(encoded))
     assert received.event == event
-    assert received.digest == encoded.digest == content_digest(event) == kept["digest"], (
+    assert received.digest == digest_of(encoded) == content_digest(event)
+    assert decode(record(encoded.topic, encoded.value, encoded.key)).digest == kept["digest"], (
         "what was recorded must encode to the same content: declare a new field with `schemas.base.added`"
     )
-    assert dict(encoded.headers) == {
+    headers = dict(encoded.headers)
+    assert (headers.pop("ce_digested", None) is None) == (event.DIGEST_OF == "content")
+    assert headers == {
         "content-type": b"application/json",
         "ce_specversion": b"1.0",
         "ce_id": event.event_id.encode(),
@@ -68,10 +79,30 @@ def test_an_event_of_every_kind_comes_back_as_it_was(kind: str) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_bytes", "digest"),
+    [
+        ("step_recorded", 1001, "9490acb8a36ccbae5d3e9ac031c46303c608f0b2de8e8bdd68cd74c6b4dc4328"),
+        ("reward_recorded", 221, "168df6bf28ad036f7c16d643a3a745182108dbc5be564ce95c393f7a4b3e8f31"),
+        ("trajectory_assembled", 786, "ad0551be2190a230aafed7e5f4a78a8b1f8d48fa930745ee7afdfe7684dfbfc3"),
+    ],
+)
+def test_a_record_that_is_digested_as_it_is_written_keeps_its_digest(kind: str, num_bytes: int, digest: str) -> None:
+    written = orjson.dumps(golden(f"{kind}.v1.json")["value"])
+    encoded = encode(KINDS[kind].model_validate_json(written))
+    assert encoded.headers[-1] == ("ce_digested", str(num_bytes).encode())
+    assert decode(as_record(encoded)).digest == hashlib.sha256(encoded.value[:num_bytes] + b"}").hexdigest() == digest
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_record_has_pydantics_dump_of_its_event(kind: str) -> None:
     event = KINDS[kind].model_validate(golden(f"{kind}.v1.json")["value"])
-    assert encode(event).value == orjson.dumps(event.model_dump())
+    dumped, order = event.model_dump(), orjson.OPT_SORT_KEYS if event.DIGEST_OF == "sorted record" else None
+    expected = orjson.dumps(dumped)
+    if event.DIGEST_OF != "content":
+        last = orjson.dumps({name: dumped.pop(name) for name in event.UNDIGESTED}, option=orjson.OPT_SORT_KEYS)
+        expected = orjson.dumps(dumped, option=order)[:-1] + b"," + last[1:]
+    assert encode(event).value == expected
     assert set(event.__dict__) == set(type(event).model_fields)
 
 
@@ -99,8 +130,8 @@ def test_any_content_comes_back_with_the_digest_it_left_with(value: float, name:
     step = StepRecorded(**group, step_index=0, agent="a", event_type="TOOL_END", uuid="u", name=name, data=data)
     for event in (reward, step):
         encoded = encode(event)
-        received = decode(record(encoded.topic, encoded.value, encoded.key))
-        assert (received.event, received.digest) == (event, encoded.digest)
+        received = decode(as_record(encoded))
+        assert (received.event, received.digest) == (event, digest_of(encoded))
 
 
 @pytest.mark.parametrize(
@@ -208,15 +239,47 @@ STEPS = st.builds(
 
 
 @given(step=STEPS)
-def test_a_step_has_the_digest_of_the_sorted_json_that_pydantic_makes_of_it(step: StepRecorded) -> None:
+def test_a_step_keeps_the_order_of_its_keys(step: StepRecorded) -> None:
+    step = step.model_copy(update={"data": {"b": {"z": 1, "a": 2}, "a": [{"y": 1, "x": 2}]}})
+    read = decode(as_record(encode(step)))
+    assert orjson.dumps(vars(read.event)["data"]) == orjson.dumps(step.data)
+    assert encode(read.event) == encode(step)
+
+
+@pytest.mark.parametrize("number", [None, b"", b"x", b"-1", b"0", b"7", b"99999999999999999999"])
+def test_a_value_that_was_written_again_has_the_digest_of_its_sorted_content(number: Any) -> None:
+    event = StepRecorded.model_validate(golden("step_recorded.v1.json")["value"])
+    encoded = encode(event)
+    expected = decode(record("steps", encoded.value, encoded.key)).digest
+    headers = tuple((name, number if name == "ce_digested" else value) for name, value in encoded.headers)
+    assert decode(as_record(encoded._replace(headers=headers))).digest == expected
+    spaced = json.dumps(orjson.loads(encoded.value), sort_keys=True).encode()
+    assert decode(as_record(encoded._replace(value=spaced))).digest == expected
+
+
+@pytest.mark.parametrize("kind", [RewardRecorded, StepRecorded])
+def test_a_field_beside_those_that_are_digested_is_digested_too(kind: type[Event]) -> None:
+    event = kind.model_validate(golden(f"{kind.model_fields['kind'].default}.v1.json")["value"])
+    encoded = encode(event)
+    content = orjson.loads(encoded.value) | {"agent": "another"}
+    others = [content, {name: content[name] for name in sorted(content, key=lambda name: name == "agent")}]
+    digests = {decode(as_record(encoded._replace(value=orjson.dumps(other)))).digest for other in others}
+    digested = {name: value for name, value in content.items() if name not in kind.UNDIGESTED}
+    assert digests == {sha256_of(digested, option=orjson.OPT_SORT_KEYS)}
+
+
+@given(step=STEPS)
+def test_a_step_has_the_digest_of_the_json_that_pydantic_makes_of_it(step: StepRecorded) -> None:
     content = step.model_dump(mode="json")
     encoded = encode(step)
     assert orjson.loads(encoded.value) == content
     digested = {name: value for name, value in content.items() if name not in step.UNDIGESTED}
-    digest = hashlib.sha256(orjson.dumps(digested, option=orjson.OPT_SORT_KEYS)).hexdigest()
-    assert content_digest(step) == encoded.digest == digest
-    record = Record("steps", 0, 0, encoded.key, encoded.value, encoded.headers, 0)
-    assert decode(record).digest == digest
+    digest = sha256_of(digested)
+    assert content_digest(step) == digest_of(encoded) == digest
+    assert decode(as_record(encoded)).digest == digest
+    assert decode(as_record(encoded, ("traceparent", b"00-1"))).digest == digest
+    without_header = decode(record("steps", encoded.value, encoded.key))
+    assert without_header.digest == sha256_of(digested, option=orjson.OPT_SORT_KEYS)
 
 
 def test_a_chain_names_its_start_its_parts_and_their_order() -> None:

@@ -89,7 +89,7 @@ def first_that_count(events: Sequence[Event]) -> tuple[dict[int, str], dict[int,
 
 def received_of(events: Sequence[Event]) -> list[Received]:
     return [
-        Received(event, codec.encode(event).digest, Position("weights", 0, offset), 0)
+        Received(event, codec.content_digest(event), Position("weights", 0, offset), 0)
         for offset, event in enumerate(events)
     ]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import Position, Received, TopicPartition
+from rollstream.eventlog.log import Encoded, Position, Received, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.learner.collection import TOPICS, NeedsReader
 from rollstream.learner.retention import WeightNeeds, due, evolve, removable, unfinished
@@ -287,7 +287,7 @@ class Answering:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._log, name)
 
-    async def send(self, event: Event, **options: Any) -> Position:
+    async def send(self, event: Event | Encoded, **options: Any) -> Position:
         if isinstance(event, WeightsPublished) and event.version == 2 and isinstance(self._answer, LearnerClaimed):
             await self._log.send(self._answer)
         position = await self._log.send(event, **options)
@@ -295,7 +295,7 @@ class Answering:
             await self._log.send(self._answer)
         return position
 
-    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
         return [await self.send(event) for event in events]
 
 

@@ -58,7 +58,7 @@ def with_field(run: Any, kind: str, field: str, new: Callable[[Any], Any], nth: 
         if KINDS[body["kind"]].__name__ == kind
     ]
     where, number, body = found[nth]
-    unwritten = KINDS[body["kind"]].model_fields[field].default
+    unwritten = KINDS[body["kind"]].model_fields[field].get_default(call_default_factory=True)
     return Change(kind, field, where, number, orjson.dumps({**body, field: new(body.get(field, unwritten))}))
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rollstream.eventlog.log import Headers, Position, Record, TopicPartition
+from rollstream.eventlog.log import Encoded, Headers, Position, Record, TopicPartition
 from rollstream.eventlog.memory.groups import MemoryReader
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.schemas.base import Event
@@ -43,11 +43,12 @@ class CountingLog(MemoryLog):
         self._awaited.append((kind, found))
         return found
 
-    async def send(self, event: Event, *, partition: int | None = None) -> Position:
+    async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
         """Send like MemoryLog, and resolve the futures that await such an event."""
         position = await super().send(event, partition=partition)
+        sent = event.event if isinstance(event, Encoded) else event
         for kind, found in self._awaited:
-            if isinstance(event, kind) and not found.done():
+            if isinstance(sent, kind) and not found.done():
                 found.set_result(None)
         return position
 

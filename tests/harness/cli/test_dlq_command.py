@@ -16,7 +16,7 @@ from rollstream.eventlog.broker.credentials import environment
 from rollstream.eventlog.dead_letters import REDRIVEN_FROM, send_dead_letter
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.kafka.security import client_options
-from rollstream.eventlog.log import Position, Record, partition_of
+from rollstream.eventlog.log import Encoded, Position, Record, partition_of
 from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import RewardRecorded
@@ -30,7 +30,7 @@ OWN = partition_of(GROUP, 6)
 LARGE = b"\x1b[31m" + b"\x00" * 10 * MIB
 
 
-def good() -> codec.Encoded:
+def good() -> Encoded:
     base = {"run_id": RUN, "time_ms": 1, "group_id": GROUP, "rollout_id": f"{GROUP}/m0/a0"}
     return codec.encode(RewardRecorded.model_validate(base | {"reward_index": 0, "name": "task", "value": 0.5}))
 

@@ -9,7 +9,7 @@ import pytest
 
 from rollstream.eventlog.codec import decode
 from rollstream.eventlog.failpoints import Killed
-from rollstream.eventlog.log import Position, TopicPartition
+from rollstream.eventlog.log import Encoded, Position, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.harness.runs import conductor
@@ -216,7 +216,7 @@ class KilledLog(MemoryLog):
 
     num_writes = 0
 
-    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
         self.num_writes -= 1
         if self.num_writes == 0:
             await super().send_all([event for event in events if isinstance(event, JobSubmitted)])
@@ -269,7 +269,7 @@ def test_a_resumed_run_keeps_the_offsets_of_its_first_job_also_where_it_has_none
 class StuckLog(MemoryLog):
     """A log whose broker has stopped answering writes."""
 
-    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
         await asyncio.Event().wait()
         return []
 

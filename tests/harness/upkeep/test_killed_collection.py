@@ -8,7 +8,7 @@ import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import Killed
-from rollstream.eventlog.log import Position
+from rollstream.eventlog.log import Encoded, Position
 from rollstream.harness.upkeep.collecting import find, remove
 from rollstream.learner.collection import MAX_VERSIONS
 from rollstream.schemas.base import Event
@@ -29,7 +29,7 @@ class KillingLog:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._log, name)
 
-    async def send(self, event: Event, **options: Any) -> Position:
+    async def send(self, event: Event | Encoded, **options: Any) -> Position:
         position = await self._log.send(event, **options)
         self._num_sends -= 1
         if self._num_sends == 0:

@@ -12,7 +12,7 @@ import pytest
 from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import HashedFile
-from rollstream.eventlog.log import Position
+from rollstream.eventlog.log import Encoded, Position
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
 from rollstream.learner.model.policy import from_bytes, to_bytes
 from rollstream.learner.worker import Worker
@@ -63,13 +63,13 @@ class FusedLog:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._log, name)
 
-    async def send(self, event: Event) -> Position:
+    async def send(self, event: Event | Encoded) -> Position:
         self._fuse.before()
         position = await self._log.send(event)
         self._fuse.after()
         return position
 
-    async def send_all(self, events: Sequence[Event]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
         return [await self.send(event) for event in events]
 
 

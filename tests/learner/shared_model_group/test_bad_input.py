@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import Position
+from rollstream.eventlog.log import Encoded, Position
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.cli.job_commands import find_job
 from rollstream.learner.shared_model_group import JobStateError, SharedModelGroup
@@ -211,7 +211,7 @@ class Unreachable(MemoryLog):
 
     is_reachable = False
 
-    async def send(self, event: Event, *, partition: int | None = None) -> Position:
+    async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
         if not self.is_reachable:
             raise LogError("no broker")
         return await super().send(event, partition=partition)

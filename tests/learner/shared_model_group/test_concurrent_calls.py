@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollstream.eventlog.log import Position
+from rollstream.eventlog.log import Encoded, Position
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.learner.shared_model_group.group_view import view
 from rollstream.schemas.base import Event
@@ -18,7 +18,7 @@ SECOND = {"prover": [chat_rollout("3"), chat_rollout("4")]}
 class Slow(MemoryLog):
     """A log whose sends let other tasks run first."""
 
-    async def send(self, event: Event, *, partition: int | None = None) -> Position:
+    async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
         await asyncio.sleep(0.02)
         return await super().send(event, partition=partition)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.eventlog import codec
 from rollstream.processors.assemble.sequences import dead_branches, join_calls
 from rollstream.processors.assemble.state import Call
 from rollstream.processors.assemble.trajectories import reference
@@ -190,12 +191,11 @@ def test_a_reference_counts_what_has_no_log_probabilities_if_something_has():
     names = dict.fromkeys(("run_id", "group_id", "rollout_id", "trajectory_id", "agent", "example_id", "job_id"), "x")
 
     def referred(*steps):
-        return reference(
-            TrajectoryAssembled(
-                **names, time_ms=0, model_group="x/m", member=0, attempt=0, epoch=0, reward=1.0, num_steps=1,
-                sequences=join_calls(steps), steps_digest="0" * 64,
-            )
+        trajectory = TrajectoryAssembled(
+            **names, time_ms=0, model_group="x/m", member=0, attempt=0, epoch=0, reward=1.0, num_steps=1,
+            sequences=join_calls(steps), steps_digest="0" * 64,
         )  # fmt: skip
+        return reference(codec.encode(trajectory))
 
     known, unknown = call(0, [1], [2]), call(1, [3], [4, 5], logprobs=False)
     found = [referred(*steps) for steps in ((known, unknown), (known,), (unknown,), ())]

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.codec import Encoded
+from rollstream.eventlog.log import Encoded
 from rollstream.processors.assemble.state import Call
 from rollstream.producers.attempt import record_rollout
 from rollstream.producers.gateway.call_keys import address_file, token_file

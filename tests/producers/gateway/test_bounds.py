@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.codec import Encoded
+from rollstream.eventlog.log import Encoded
 from rollstream.producers.attempt import record_rollout
 from rollstream.producers.engines.base import Engine
 from rollstream.producers.gateway import played

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from typing import Any
 
-from rollstream.eventlog.codec import Encoded
+from rollstream.eventlog.log import Encoded
 from rollstream.producers.engines.scripted import ScriptedTokenizer
 from rollstream.producers.rollout.gateway_interface import CallOptions
 from rollstream.producers.rollout.journal import Journal
