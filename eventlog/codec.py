@@ -22,10 +22,10 @@ _ONLY_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
 them.
 """
 _CANONICAL = _ONLY_JSON | _SORTED
-_DIGESTED = "ce_digested"
-"""Header of a record that is digested as it is written: the number of bytes of its value before the comma and the
-fields that are not content. Its digest is sha256 of these bytes and a closing brace. Without the header it is that of
-the content with sorted keys; all records were written so until 2026-11-28.
+DIGESTED = "ce_digested"
+"""Header of a step or reward that is digested as it is written: the number of bytes of its value before the comma and
+the fields that are not content. Its digest is sha256 of these bytes and a closing brace. Without the header it is that
+of the content with sorted keys; all records were written so until 2026-11-28.
 """
 _FEW_NESTED = 200
 """Values with so few arrays and objects cannot be nested too deeply to be written again."""
@@ -62,7 +62,8 @@ def encode(event: Event | Encoded) -> Encoded:
     digested = _digested(event)
     rest = {name: getattr(event, name) for name in event.UNDIGESTED}
     value = b"%b,%b" % (digested, orjson.dumps(rest, option=_CANONICAL)[1:])
-    headers += ((_DIGESTED, b"%d" % len(digested)),)
+    if event.DIGEST_OF == "record":
+        headers += ((DIGESTED, b"%d" % len(digested)),)
     return Encoded(event.TOPIC, key, value, headers, event, len(digested))
 
 
@@ -96,7 +97,10 @@ def decode(record: Record, *, num_partitions: int | None = None) -> Received:
             raise DecodeError(
                 f"wrong partition: the record is in {record.partition}, and {event.event_id} belongs to {own}"
             )
-    digest = partial(_digest_received, record, content, event.UNDIGESTED)
+    if event.DIGEST_OF == "record":
+        digest = partial(_digest_received, record, content, event.UNDIGESTED)
+    else:
+        digest = partial(_digest, content, event.UNDIGESTED)
     return Received(event, digest, record.position, record.timestamp_ms)
 
 
@@ -172,7 +176,7 @@ def _digest_received(record: Record, content: dict[str, Any], undigested: frozen
     """
     value = record.value
     for name, number in reversed(record.headers):
-        if name == _DIGESTED and value is not None and number and number.isdigit():
+        if name == DIGESTED and value is not None and number and number.isdigit():
             end = int(number[:9])
             return _sha256_of(value, end) if _rest(undigested)(value, end) else _digest(content, undigested)
     return _digest(content, undigested)
@@ -180,8 +184,8 @@ def _digest_received(record: Record, content: dict[str, Any], undigested: frozen
 
 @cache
 def _rest(undigested: frozenset[str]) -> Callable[[bytes, int], re.Match[bytes] | None]:
-    """Whether the undigested fields and nothing else follow in a value from a place on."""
-    fields = [b'"%b":[^,]*' % name.encode() for name in sorted(undigested)]
+    """Whether the undigested fields of an object, its end and nothing else follow in a value from a place on."""
+    fields = [b'"%b":[^,{}]*' % name.encode() for name in sorted(undigested)]
     return re.compile(b",%b}" % b",".join(fields)).fullmatch
 
 

@@ -60,8 +60,8 @@ class Event(BaseModel):
     UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms"})
     DIGEST_OF: ClassVar[DigestOf] = "content"
     """Its digest is made of its content with sorted keys, written for the digest alone, or of its record, in which the
-    undigested fields come last. For events whose digest every reader asks for: `record`, which keeps the order of keys,
-    or `sorted record`, whose digest is also that of the content.
+    undigested fields come last. `record` keeps the order of keys, and its record says that it is digested so; with
+    `sorted record` the digest is that of the content.
     """
 
     run_id: str

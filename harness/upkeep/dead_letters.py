@@ -120,7 +120,11 @@ async def send(log: EventLog, prepared: Iterable[Redrive]) -> list[Position]:
 
 
 def _corrected(record: Record, value: bytes | None) -> Record:
-    """The record with another value; key and event headers are derived from it if it is an event."""
+    """The record with another value; key and event headers are derived from it if it is an event.
+
+    If the record was digested as it was written, so is the new one, in the form of this writer: its digest is part of
+    a chain.
+    """
     if value is None:
         return record
     try:
@@ -129,7 +133,10 @@ def _corrected(record: Record, value: bytes | None) -> Record:
         return replace(record, value=value)  # the check refuses it
     encoded = codec.encode(event)
     kept = tuple((name, content) for name, content in record.headers if not name.startswith(RECREATED))
-    return replace(record, key=encoded.key, value=value, headers=(*encoded.headers, *kept))
+    if any(name == codec.DIGESTED for name, _ in record.headers):
+        return replace(record, key=encoded.key, value=encoded.value, headers=(*encoded.headers, *kept))
+    own = tuple((name, content) for name, content in encoded.headers if name != codec.DIGESTED)
+    return replace(record, key=encoded.key, value=value, headers=(*own, *kept))
 
 
 async def _checked(log: EventLog, number: int, record: Record, *, force: bool) -> Record:

@@ -1,16 +1,18 @@
 """`dlq`: what it tells of letters, and what it sends again, refuses, or will not send twice."""
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import REDRIVEN_FROM, original, send_dead_letter
-from rollstream.eventlog.log import Position, TopicPartition, format_position, partition_of
+from rollstream.eventlog.log import Headers, Position, TopicPartition, format_position, partition_of
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.recorded.ingest import send_letters
 from rollstream.harness.recorded.lines import BadLine
@@ -156,6 +158,25 @@ def test_a_corrected_value_brings_its_own_key_and_event_headers() -> None:
         assert dict(record.headers)["ce_id"] == reward().event_id.encode()
 
     asyncio.run(go())
+
+
+def test_a_corrected_step_has_the_digest_of_its_chain_however_it_is_laid_out() -> None:
+    event = reward()
+    laid_out = json.dumps(orjson.loads(codec.encode(event).value), indent=1).encode() + b"\n"
+
+    async def redriven(headers: Headers) -> str:
+        log = MemoryLog(num_partitions=PARTITIONS)
+        where = await log.send_raw("steps", key=GOOD.key, value=BAD, headers=headers, partition=OWN)
+        (record,) = await log.fetch([where])
+        letter = await send_dead_letter(log, record, service="processors-1", stage="assemble", error=DecodeError("x"))
+        (to,) = await redrive(log, letter.offset, value=laid_out)
+        return codec.decode((await log.fetch([to]))[0], num_partitions=PARTITIONS).digest
+
+    assert asyncio.run(redriven(GOOD.headers)) == codec.content_digest(event)
+    before = tuple((name, value) for name, value in GOOD.headers if name != codec.DIGESTED)
+    assert asyncio.run(redriven(before)) == codec.canonical_digest(
+        {name: value for name, value in orjson.loads(laid_out).items() if name not in event.UNDIGESTED}
+    )
 
 
 def test_a_redriven_record_that_dies_again_is_a_letter_of_its_own() -> None:
