@@ -129,10 +129,13 @@ from rollstream.harness.services.sole_use import sole_name
 
 async def main():
     async with sole_name(pathlib.Path(sys.argv[1]), "producers-1"):
+        begun, told = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(told, b"x")  # what runs after a fork has run
             time.sleep(60)
         else:
+            os.read(begun, 1)
             pathlib.Path(sys.argv[2]).write_text(str(child))
         os._exit(1)
 
