@@ -9,7 +9,7 @@
 | gateway_timed | the gateway beside a server that sleeps for each token, as if the model had cores of its own |
 | kills | calls lost and doubled when the producers process is killed under load (the scripted engine) |
 | kills_vllm | the same with vLLM, which goes on |
-| run | guess_number on vLLM, an adapter: reward by epoch, and how far engine and learner are apart by version |
+| run, run_full | guess_number on vLLM, an adapter and all weights: reward, and mismatch of engine and learner |
 
 vLLM runs on the CPU with a tiny model, and shares all cores with everything else. `--gpu`: vLLM on a GPU, in `lora`,
 `full` and `gateway` with the configuration of Qwen2.5-0.5B, random weights and bfloat16. Each section is kept in FILE
@@ -93,8 +93,8 @@ class Sizes:
     pass_s: float = 4.0
     """Its passes take about as long."""
     kills: int = 20
-    epochs: int = 100
-    """Epochs of GRPO, after those of the warm start."""
+    epochs: int = 260
+    """Epochs of GRPO, after those of the warm start: as many as in `make demo`."""
     model: str = "tiny"
     dtype: str = "float32"
     arguments: Sequence[str] = WHOLE_PROMPTS
@@ -305,13 +305,25 @@ def kills_vllm(folder: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def run(folder: Path, sizes: Sizes) -> dict[str, Any]:
-    """The task of `make demo` with an adapter on vLLM."""
+    """The task of `make demo` with an adapter on vLLM, which takes a higher learning rate than all weights."""
+    return trained_on_vllm(folder, sizes, {"model": {"lora": {"rank": 16}}, "optimizer": {"learning_rate": 3e-3}})
+
+
+def run_full(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """The task of `make demo` with all weights on vLLM, and the learner's settings of `make demo`."""
+    return trained_on_vllm(folder, sizes, {"model": {}, "optimizer": {}})
+
+
+def trained_on_vllm(folder: Path, sizes: Sizes, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A whole run by the command line; `settings` are added to those of the learner."""
     config = yaml.safe_load((ROOT / "examples/guess_number.yaml").read_text())
     builder, learner = config["trajectory_builders"]["rollouts"], config["trainer_adapters"]["learner"]
     arguments = [one for one in sizes.arguments if sizes.model == "tiny" or "max-model-len" not in one]
     engine = {"kind": "vllm", "executable": executable(), "arguments": arguments, "dtype": "float32"}
-    builder["engine"] = engine | {"max_lora_rank": 16}
-    learner["model"] |= {"path": str(tiny_base(folder)), "lora": {"rank": 16}}
+    builder["engine"] = engine | ({"max_lora_rank": 16} if "lora" in settings["model"] else {})
+    learner["model"] |= {"path": str(tiny_base(folder))}
+    for name, values in settings.items():
+        learner[name] |= values
     config["finetuning"] |= {"num_epochs": sizes.epochs, "output_dir": str(folder / "output")}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     workspace, result = ["--workspace", str(folder / "w")], folder / "result.json"
@@ -348,6 +360,7 @@ SECTIONS = {
     "kills": kills,
     "kills_vllm": kills_vllm,
     "run": run,
+    "run_full": run_full,
 }
 
 

@@ -345,7 +345,6 @@ def main() -> None:
                 for system in SYSTEMS:
                     costs = in_process(system, folders[case[0]], *case, best[case])
                     found.setdefault(" ".join(case), {}).setdefault(system, []).append(costs)
-                    print(*case, system, costs, file=sys.stderr, flush=True)
     report: dict[str, Any] = {"cores": os.cpu_count(), "threads": 1, "repeats": args.repeats, "versions": versions()}
     report["trl_micro_batch_rows"] = {" ".join(case): rows for case, rows in best.items()}
     report["trl_cpu_s_by_rows"] = {" ".join(case): cpu_s for case, cpu_s in tried.items()}
@@ -356,10 +355,17 @@ def main() -> None:
 
 
 def in_process(system: str, folder: str, size: str, kind: str, lengths: str, rows: int) -> Costs:
-    """One pass in a process of its own."""
+    """One pass in a process of its own; again if a signal ended it: SIGSEGV did so to one of TRL's in forty."""
     command = [sys.executable, "-m", "benchmarks.bench_trl", "--one", system, folder, size, kind, lengths, str(rows)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    for is_last in (False, False, True):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode >= 0 or is_last:
+            break
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed ({done.returncode}):\n{done.stderr[-4000:]}")
+    costs = json.loads(done.stdout.splitlines()[-1])
+    print(size, kind, lengths, rows, system, costs, file=sys.stderr, flush=True)
+    return costs
 
 
 def tried_rows(folder: str, size: str, kind: str, lengths: str) -> dict[int, float]:

@@ -24,6 +24,7 @@ from rollstream.schemas.topics import BY_NAME, TOPICS
 from rollstream.schemas.variables import conceal
 
 PREFIX = "__connect.errors."
+"""Prefix of Kafka Connect's error headers."""
 REFERENCE = "rollstream.reference"
 """Header that holds the artifact (JSON) in place of a value above the record limit."""
 WHOLE = "rollstream.reference.record"

@@ -213,14 +213,40 @@ def tokenizer_sha256(model: str) -> str:
 
 
 def base_sha256(model: str, like: str = "") -> str:
-    """Hash of the weights in a model's folder, under an adapter; empty for a hub name, or if it has none.
+    """Hash of the weights in a model's folder, under an adapter; empty if it has none. Of a hub name, the folder is its
+    newest snapshot in the hub's cache; empty if that lacks some of them.
 
     Of safetensors it is over the tensors by their names, so that the same weights saved again in other shards are the
     same base model; of other files it is over the files. `like`: a recorded hash, as whose the weights are hashed. A
     file is read again once its time or size differs: that takes a second or two per GB. Raises ModelError.
     """
     with _readable(model):
-        return _base_sha256(Path(model).expanduser(), like)
+        return _base_sha256(_folder_of(model), like)
+
+
+def _folder_of(model: str) -> Path:
+    """Folder of a model, which need not exist. Of a hub name, it is in the cache with all weights, or it does not."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import try_to_load_from_cache  # with the extra `learner`; takes a moment
+
+        found = try_to_load_from_cache(model, "config.json")
+    except (ImportError, ValueError):  # not installed, or a name that the hub does not allow
+        return folder
+    if not isinstance(found, str):
+        return folder
+    snapshot = Path(found).parent
+    return snapshot if all((snapshot / name).is_file() for name in _shards(snapshot)) else folder
+
+
+def _shards(snapshot: Path) -> set[str]:
+    """Names of the weight files that a model's index lists; none without an index."""
+    names: set[str] = set()
+    for index in snapshot.glob("*.index.json"):
+        names |= set(json.loads(index.read_bytes()).get("weight_map", {}).values())
+    return names
 
 
 @contextmanager

@@ -227,7 +227,7 @@ class _Stage:
                 return Failure(failure.cause, _with_location(failure.error), failure.error)
             return failure
         if play.cancelled():
-            return Failure("environment_error", f"{self._doing} cancelled itself")
+            return Failure("environment_error", f"{self._doing} cancelled itself; catch CancelledError in it")
         error = play.exception()
         if error is None:
             return self._left_open() if self._journal.num_open else None
@@ -240,7 +240,8 @@ class _Stage:
         """The failure of an environment that went on after a call was left open or could not be recorded."""
         if self._journal.refusal is not None:
             return Failure("environment_error", f"{self._doing}: {self._journal.refusal}")
-        return Failure("environment_error", f"{self._doing} returned with {self._journal.num_open} unfinished calls")
+        unfinished = f"{self._journal.num_open} unfinished calls; await each call before returning"
+        return Failure("environment_error", f"{self._doing} returned with {unfinished}")
 
     async def _run(self, environment: Environment, session: Session) -> str:
         try:

@@ -1,7 +1,7 @@
 """Checks that services have their names, and managed ones their consumer groups, for themselves.
 
-Two sets of services in one group would fence each other forever. Two services of one name would overwrite each other's
-files.
+Two sets of services in one group would fence each other without end. Two services of one name would overwrite each
+other's files.
 """
 
 import asyncio

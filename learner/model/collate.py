@@ -44,8 +44,8 @@ def check_token_ids(trajectory: TrajectoryAssembled, size: int) -> None:
         odd = all_ids[(all_ids < 0) | (all_ids >= size)]
         if len(odd):
             raise DecodeError(
-                f"{where}: token id {odd[0]} is none of the model's {size}, and the sequence has ids up to "
-                f"{all_ids.max()}, so its vocabulary has {all_ids.max() + 1} or more; give the model.path that "
+                f"{where}: token id {odd[0]} is outside the model's vocabulary of {size}, and the sequence has ids "
+                f"up to {all_ids.max()}, so its vocabulary has {all_ids.max() + 1} or more; give the model.path that "
                 "sampled it"
             )
 

@@ -71,11 +71,12 @@ class PolicyModel:
         self.compute_dtype = compute_dtype_of(settings, self.device)
         self._published_dtype = torch.float32 if settings.lora else self.compute_dtype
         self.tokenizer_sha256 = tokenizer_sha256(path or settings.path)
-        self.base_sha256 = base_sha256(path or settings.path) if settings.lora and has_weights else ""
         load = partial(load_module, shares_base=shares_base) if has_weights else empty_module
         self._longest_shared, self._why_apart = 0.0, "its logits are more than a linear map of its hidden states"
         with within_memory(f"model {settings.path} on {self.device}"):
             self.module: Any = load(settings, path or settings.path, self.device, seed=seed)
+            # of a hub name only now that its weights are in the cache
+            self.base_sha256 = base_sha256(path or settings.path) if settings.lora and has_weights else ""
             self.selects_logprobs = has_weights and has_plain_head(self.module)
             """Gather hidden states before the head; else logits are made of all tokens at once."""
             if self.selects_logprobs:

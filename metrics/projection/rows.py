@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from rollstream.eventlog.dead_letters import PREFIX
 from rollstream.eventlog.log import Received, Record
 from rollstream.metrics.projection.columns import Row, copied
 from rollstream.metrics.projection.rows_rollouts import ROLLOUT_ROWS
@@ -13,8 +14,6 @@ from rollstream.schemas.ids import run_of
 from rollstream.schemas.topics import BY_NAME
 
 MAX_DIGITS = 18
-CONNECT = "__connect.errors."
-"""Prefix of Kafka Connect's error headers."""
 
 BUILDERS: dict[str, Callable[[Any, Received], Iterator[tuple[str, Row]]]] = {**ROLLOUT_ROWS, **TRAINING_ROWS}
 """Row builder by event kind, for kinds that have more to say than their fields."""
@@ -76,19 +75,19 @@ def _wall_time(table: str, received: Received) -> Row:
 def dead_letter_row(record: Record) -> Row:
     """The row of a record of the topic dlq, by its error headers."""
     headers = {name: (value or b"").decode(errors="replace") for name, value in record.headers}
-    topic = headers.get(CONNECT + "topic", "")
+    topic = headers.get(PREFIX + "topic", "")
     key = None if record.key is None else record.key.decode(errors="replace")
     return {
         "log_partition": record.partition,
         "log_offset": record.offset,
         "run_id": run_of(key) if key else None,
         "topic": BY_NAME[topic].short if topic in BY_NAME else topic,
-        "partition": _number(headers.get(CONNECT + "partition")),
-        "offset": _number(headers.get(CONNECT + "offset")),
-        "service": headers.get(CONNECT + "connector.name"),
-        "stage": headers.get(CONNECT + "stage"),
-        "error_type": headers.get(CONNECT + "exception.class.name"),
-        "reason": headers.get(CONNECT + "exception.message"),
+        "partition": _number(headers.get(PREFIX + "partition")),
+        "offset": _number(headers.get(PREFIX + "offset")),
+        "service": headers.get(PREFIX + "connector.name"),
+        "stage": headers.get(PREFIX + "stage"),
+        "error_type": headers.get(PREFIX + "exception.class.name"),
+        "reason": headers.get(PREFIX + "exception.message"),
         "key": key,
         "size_bytes": len(record.value or b""),
         "headers": orjson.dumps(headers).decode(),

@@ -337,7 +337,7 @@ class WeightsPublished(WeightEvent):
     quantization: Literal["nf4"] | None = added(None)
     """Quantization of the base model below the adapter during training; see `ModelSettings`."""
     base_sha256: str = added("")
-    """`eventlog.files.base_sha256` of `base_model`; empty for full weights, a hub name, or where not kept."""
+    """`eventlog.files.base_sha256` of `base_model`; empty for full weights, or where not kept."""
 
     @property
     def event_id(self) -> str:

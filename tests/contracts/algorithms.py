@@ -20,7 +20,7 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import BUILT_IN, CustomSettings
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings, OptimizerSettings
 from tests.rigs.waits import counted_waits
 
 OTHERS = ("python:tests.rigs.toy_cispo.Cispo", "python:tests.rigs.toy_gspo.Gspo")
@@ -54,7 +54,7 @@ class Case:
         return batch_of(pairs=self.settings.needs.pairs)
 
     def train(
-        self, batch: BatchView, algorithm: Algorithm | None = None, revision: Any = 4, **changes: Any
+        self, batch: BatchView, algorithm: Algorithm | None = None, revision: Any = NEWEST_REVISION, **changes: Any
     ) -> tuple[Gradient, StepResult, bytes]:
         """Gradients of the last mini-batch, the result, and the weights afterwards. What waits is in `waits`."""
         make_deterministic(1)

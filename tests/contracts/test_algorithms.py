@@ -223,7 +223,8 @@ def test_every_policy_gradient_masks_bad_sequences_that_the_policy_has_left(mode
     if "clip_low" in type(case.settings).model_fields:  # else what is masked has been clipped before
         case = replace(case, settings=case.settings.model_copy(update={"clip_low": 0.9}))
     rows = [replace(row, logprobs=(row.logprobs + 0.3 * row.mask).astype(np.float32)) for row in case.batch.rows]
-    members = [replace(one, reward=one.reward - 0.5) for one in case.batch.members]  # some below 0, for ppo and rae
+    below = 0.0 if name == "max_rl" else 0.5  # some below 0, for ppo and rae
+    members = [replace(one, reward=one.reward - below) for one in case.batch.members]
     kept = replace(case.batch, rows=rows, members=members)
     grads, result, _ = case.train(kept, off_policy_mask_threshold=1e9)
     same, plain, _ = case.train(kept)

@@ -34,7 +34,7 @@ from rollstream.schemas.events import (
 from rollstream.schemas.events.rollouts import Completion, TokenSequence
 from rollstream.schemas.events.training import BatchMember
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings, OptimizerSettings
 from tests.rigs.counting_log import CountingLog
 
 RUN = "run-1"
@@ -101,6 +101,7 @@ class Lab:
             "optimizer": OptimizerSettings(learning_rate=1e-2),
             "num_versions": 3,
             "threads": 1,
+            "revision": NEWEST_REVISION,
         }
         return JobSettings(**{**defaults, **changes})
 

@@ -200,7 +200,7 @@ def test_a_token_id_beyond_the_model_fails_its_job_and_not_the_learner(lab: Any,
         await odd.work(odd.has(JobSucceeded))
         (failed,) = await odd.events("jobs", JobFailed)
         assert failed.job_id == "run-1/bad"
-        assert "/agent, sequence 0: token id 32 is none of the model's 32" in failed.error
+        assert "/agent, sequence 0: token id 32 is outside the model's vocabulary of 32" in failed.error
 
     asyncio.run(scenario())
 

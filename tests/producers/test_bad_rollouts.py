@@ -164,10 +164,10 @@ async def rewards_nobody(session):
             await session.reward(1.0, agent="eve")
 
 
-@pytest.mark.parametrize("forever", [asks_again, calls_tools, calls_with_invalid_json, rewards_nobody])
-def test_an_environment_that_never_stops_keeps_no_other_from_its_turn(play_on_a_log, forever):
-    name = f"test_{forever.__name__}"
-    register_environment(name)(forever)
+@pytest.mark.parametrize("endless", [asks_again, calls_tools, calls_with_invalid_json, rewards_nobody])
+def test_an_environment_that_never_stops_keeps_no_other_from_its_turn(play_on_a_log, endless):
+    name = f"test_{endless.__name__}"
+    register_environment(name)(endless)
     assert play_on_a_log(task_of(name, rollout_timeout_s=0.2)).cause in ("timeout", "reward_error")
 
 

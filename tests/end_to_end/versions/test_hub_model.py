@@ -1,36 +1,22 @@
 """A model by its name on the hub: from the hub's cache, without a network, trained and merged like one in a folder."""
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.rigs.services.hub_cache import move_to_cache
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NAME = "tiny-org/tiny-agent"
-REVISION = hashlib.sha1(NAME.encode()).hexdigest()
-
-
-def move_to_cache(model: Path, home: Path) -> None:
-    """Make a folder the newest snapshot of `NAME` in a hub cache, as huggingface_hub leaves it after a download."""
-    kept = home / "hub" / f"models--{NAME.replace('/', '--')}"
-    snapshot = kept / "snapshots" / REVISION
-    for folder in (kept / "refs", kept / "blobs", snapshot):
-        folder.mkdir(parents=True)
-    (kept / "refs" / "main").write_text(REVISION)
-    for file in sorted(model.iterdir()):
-        blob = hashlib.sha256(file.read_bytes()).hexdigest()
-        file.rename(kept / "blobs" / blob)
-        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", blob))
-    model.rmdir()
 
 
 @pytest.mark.parametrize("lora", [{"rank": 4, "alpha": 8}, None], ids=["adapter", "full weights"])
 def test_a_model_of_the_hubs_cache_is_trained_and_merged_offline(project: Any, lora: dict[str, int] | None) -> None:
     home = project.folder / "hub_home"
     offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    move_to_cache(project.model, home)
+    snapshot = move_to_cache(project.model, NAME, home / "hub")
     configuration = project.configuration(num_epochs=1)
     configuration["trainer_adapters"]["learner"]["model"] = {"path": NAME, "lora": lora}
     command = ("finetune", "--config_file", str(project.write(configuration)), "--run_id", "hub")
@@ -46,6 +32,13 @@ def test_a_model_of_the_hubs_cache_is_trained_and_merged_offline(project: Any, l
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
         path.name for path in output.iterdir()
     }
+    if lora is not None:
+        changed = {name: value * 2 for name, value in load_file(snapshot / "model.safetensors").items()}
+        (snapshot / "model.safetensors").unlink()
+        save_file(changed, snapshot / "model.safetensors", {"format": "pt"})
+        merged = project.run("merge", "hub@1", "--output", str(project.folder / "again"), **offline)
+        assert merged.returncode == 1
+        assert f"an adapter of other weights than those of model {NAME}; restore its weight files" in merged.stderr
     configuration["trainer_adapters"]["learner"]["model"] = {"path": "tiny-org/absent"}
     command = ("finetune", "--config_file", str(project.write(configuration)), "--run_id", "absent")
     refused = project.run(*command, **offline)

@@ -10,11 +10,13 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import (
     CispoSettings,
     DppoSettings,
+    ExpertIterationSettings,
     GrpoSettings,
     GspoSettings,
     KtoSettings,
     MixSettings,
     SapoSettings,
+    SftSettings,
     VespoSettings,
 )
 from rollstream.schemas.events import JobSucceeded, StepTrained
@@ -26,6 +28,7 @@ from rollstream.schemas.policy_gradient import (
     RaeSettings,
     ReinforcePpSettings,
 )
+from rollstream.schemas.settings import NEWEST_REVISION
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 ALGORITHMS: list[AlgorithmSettings] = [
@@ -46,13 +49,16 @@ ALGORITHMS: list[AlgorithmSettings] = [
     RaeSettings(mini_batches=2),
     MaxRlSettings(),
     GdpoSettings(num_iterations=2),
+    SftSettings(mini_batches=2),
+    ExpertIterationSettings(reward_threshold=0.5),
+    ExpertIterationSettings(selection="weighted"),
 ]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
 def test_a_stopped_job_goes_on_and_is_trained_again_to_the_same_bits(lab: Any, algorithm: AlgorithmSettings) -> None:
     async def scenario() -> None:
-        job = await lab.submit(num_versions=5, algorithm=algorithm, checkpoint_every=2, revision=6)
+        job = await lab.submit(num_versions=5, algorithm=algorithm, checkpoint_every=2, revision=NEWEST_REVISION)
         planned = await lab.plan(job, 3, seal=False)
         await lab.work(lab.has(StepTrained, "weights", 3))
         await lab.plan(job, 2, first=3, previous=codec.content_digest(planned[-1]))

@@ -83,13 +83,17 @@ def test_arrays_that_do_not_fit_are_named(bad: TokenSequence, message: str) -> N
 @pytest.mark.parametrize("odd", [32, -1])
 def test_a_token_id_that_the_model_does_not_have_is_named(odd: int) -> None:
     collate.check_token_ids(trajectory(sequence([0, 31], [(1, 1)], None)), 32)
-    with pytest.raises(DecodeError, match=f"trajectory x/agent, sequence 0: token id {odd} is none of the model's 32"):
+    with pytest.raises(
+        DecodeError, match=f"x/agent, sequence 0: token id {odd} is outside the model's vocabulary of 32"
+    ):
         collate.check_token_ids(trajectory(sequence([1, odd], [(1, 1)], None)), 32)
 
 
 def test_a_larger_vocabulary_is_named_with_both_sizes_and_the_remedy() -> None:
     recorded = trajectory(sequence([1, 40, 57, 31], [(1, 3)], None))
-    with pytest.raises(DecodeError, match=r"token id 40 is none of the model's 32, and .* vocabulary has 58 or more; "):
+    with pytest.raises(
+        DecodeError, match=r"id 40 is outside the model's vocabulary of 32, .* vocabulary has 58 or more; "
+    ):
         collate.check_token_ids(recorded, 32)
 
 

@@ -28,7 +28,7 @@ from rollstream.schemas.errors import ModelError, RunFailedError, is_out_of_memo
 from rollstream.schemas.events import JobFailed, JobSucceeded, StepTrained, WeightsPublished
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings, OptimizerSettings
 from tests.learner.model.test_step import rows
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 from tests.rigs.toy_cispo import Cispo
@@ -94,9 +94,9 @@ def test_too_many_skipped_steps_in_a_row_end_the_job_also_across_a_restart(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("mini_batches", [1, 4])
+@pytest.mark.parametrize(("mini_batches", "revision"), [(1, NEWEST_REVISION), (4, 3)])
 def test_memory_that_runs_out_halves_the_micro_batches_and_replays_so(
-    lab: Any, monkeypatch: pytest.MonkeyPatch, mini_batches: int
+    lab: Any, monkeypatch: pytest.MonkeyPatch, mini_batches: int, revision: Any
 ) -> None:
     """With and without a pass for the proximal policy, the second version has no more than the first ended with."""
     plain, limit = PolicyModel.completion_terms, 40
@@ -107,7 +107,8 @@ def test_memory_that_runs_out_halves_the_micro_batches_and_replays_so(
         return plain(self, batch, **options)
 
     async def scenario() -> None:
-        job = await lab.submit(algorithm=GrpoSettings(mini_batches=mini_batches, max_tokens_per_micro_batch=256))
+        algorithm = GrpoSettings(mini_batches=mini_batches, max_tokens_per_micro_batch=256)
+        job = await lab.submit(algorithm=algorithm, revision=revision)
         await lab.plan(job)
         with monkeypatch.context() as patched:
             patched.setattr(PolicyModel, "completion_terms", completion_terms)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -19,6 +20,7 @@ from rollstream.producers.league.opponents import OpponentWeights
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.permissions import NOTHING
+from tests.rigs.services.hub_cache import move_to_cache
 
 GROUP = "run-1/policy"
 
@@ -90,6 +92,25 @@ def test_shards_of_a_base_model_count_and_other_files_do_not(tmp_path: Path) -> 
         (tmp_path / name).write_bytes(b"new")
     assert base_sha256(str(tmp_path)) == found[-1]
     assert base_sha256("org/model") == ""
+
+
+def test_an_adapter_is_of_the_weights_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = tmp_path / "downloaded"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    save_file({"a": torch.ones(3)}, model / "model.safetensors")
+    recorded = base_sha256(str(model))
+    snapshot = move_to_cache(model, "org/model", tmp_path / "hub")
+    assert base_sha256("org/model") == base_sha256(str(snapshot)) == recorded
+    assert [base_sha256(name) for name in ("org/other", "no/hub/name", str(tmp_path / "gone"))] == ["", "", ""]
+    artifacts = ArtifactStore(str(tmp_path / "artifacts"))
+    of_weights = published(artifacts, tmp_path, 1, "", weights_format="lora", base_sha256=recorded)
+    check_base_model(of_weights, "org/model")
+    (snapshot / "model.safetensors").unlink()
+    save_file({"a": torch.zeros(3)}, snapshot / "model.safetensors")
+    with pytest.raises(ModelError, match="version 1 of run-1/policy is an adapter of other weights than"):
+        check_base_model(of_weights, "org/model")
 
 
 def test_the_same_tensors_in_other_files_are_the_same_base_model(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ TEXT = {
     r"bur(y|ies|ied)": "dead-letter",
     r"classic": "epochwise",
     r"dealt out": "rebalanced",
-    r"for ?ever": "without end, until ...",
+    r"for\s*ever": "without end, until ...",
     r"(?<!there\s)(?<!there\s{5})(is|are|was|were) no (?!(longer|more|less|fewer)\b)\w+": "is not a, is not an",
     r"let the world know": "report",
     r"(is|are) (none of (ours|theirs)|nobody's|no one's)": "is not built in, was not issued here, has no owner",

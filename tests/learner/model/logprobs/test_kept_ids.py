@@ -102,7 +102,7 @@ def test_an_id_that_the_model_does_not_know_is_refused_with_its_trajectory(folde
     answer = Generation((5,), (-1.0,), (), "stop")
     kept = encode_kept(KeptIds([2], [5, 10**6]))
     odd = trajectory(0, request, answer, kept_ids=kept)
-    with pytest.raises(DecodeError, match=r"trajectory g/m0/a0/agent, sequence 0: token id 1000000 is none of the"):
+    with pytest.raises(DecodeError, match=r"trajectory g/m0/a0/agent, sequence 0: token id 1000000 is outside the"):
         collate.check_token_ids(odd, 100)
 
 
