@@ -61,6 +61,16 @@ def rollout_id(group: str, member: int, attempt: int) -> str:
     return f"{group}/m{member}/a{attempt}"
 
 
+def step_id(rollout: str, index: int) -> str:
+    """Id of a recorded step of a rollout."""
+    return f"{rollout}/s{index}"
+
+
+def reward_id(rollout: str, index: int) -> str:
+    """Id of a recorded reward of a rollout."""
+    return f"{rollout}/r{index}"
+
+
 _ATTEMPT = re.compile(r"/m([0-9]{1,9})/a([0-9]{1,9})")
 INDEXED = r"(.*)/t([0-9]{5,9})"
 """A group's id without its index, and the index; a pattern of Python and of SQL."""
@@ -215,6 +225,11 @@ def version_event(kind: str, name: str, version: int, writer: str | int | None =
     `writer`: the term or the engine, for kinds of which each may write one; None for the prefix of all of them.
     """
     return event_id(kind, f"{name}/v{version}" + ("" if writer is None else f"/{writer}"))
+
+
+def versions_event(kind: str, name: str, first: int, last: int) -> str:
+    """Id of the event of this kind about the weight versions from `first` to `last`; `name` as in `version_event`."""
+    return event_id(kind, f"{name}/v{first}-v{last}")
 
 
 def claim_event(group: str, term: int, learner: str | None = None) -> str:

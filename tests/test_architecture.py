@@ -285,6 +285,9 @@ def test_planted_circles_are_found(tmp_path: Path, plant: Plant) -> None:
     assert circle(found) == []
     assert circle(between_folders(found)) == ["learner", "learner/model", "learner"]
     assert upward(found) == ["learner/model/three.py imports learner/free.py"]
+    beside = plant("eventlog/http/four.py", "from rollstream.eventlog.kafka import five\n")
+    five = plant("eventlog/kafka/five.py", "x = 1\n")
+    assert upward(arrows([beside, five], tmp_path)) == ["eventlog/http/four.py imports eventlog/kafka/five.py"]
 
 
 def test_a_folder_that_the_floors_lack_or_misplace_is_found(tmp_path: Path) -> None:

@@ -3,51 +3,72 @@
 import pytest
 
 from tests.rigs.sources.source_tree import Plant
-from tests.rigs.sources.words import STAYS, banned_words, texts, unneeded
+from tests.rigs.sources.words import HEADLESS, STAYS, TEXT, banned_words, patterns_of, texts, unneeded
+
+PLANTED = [
+    "def tie_to_parent(): ...",
+    "async def _say(): ...",
+    "class ModelShelf: ...",
+    "class _Garbage: ...",
+    "class _Held: ...",
+    "for workplace in (): ...",
+    "steer = 1",
+    "def load(environ): ...",
+    "async def _settle(): ...",
+    "import a as run_ends",
+    "place = 1",
+    "self.marks = 1",
+    "def _note(): ...",
+    "room = 1",
+    "with a as aside: ...",
+    "async def until(): ...",
+    "def send(*, tell): ...",
+    "shelf = 1",
+    "self._unfolded = 1",
+    "for news in (): ...",
+    "with a as stranger: ...",
+    "import a as lifeline",
+    "def test_it_begins_anew(): ...",
+    '"""It waits for ever."""',
+    'raise ValueError(f"{name} stands in {path}")',
+    '"the id stands " "twice"',
+    "x = 1  # Seldom",
+    '"""It waits for\nEver."""',
+    'raise ValueError(f"{name} is no number")',
+    '"""Records that are no events."""',
+    '"""The last line was\nno error."""',
+    '"""The topic; None if it is none of ours."""',
+    "x = 1  # A group without a run is nobody's",
+    'def planted():\n    """What a task holds."""',
+    'class Planted:\n    """Of a group. Each has one."""',
+    'size = 1\n"""By partition: how many."""',
+    'who = 1\n"""Who asks. Is it a question?"""',
+    '"""It waits forever."""',
+    'raise ValueError("a barren group")',
+    "x = 1  # Buried",
+    'log("it begins anew")',
+    "x = 1  # Surroundings",
+    'raise ValueError("a classic run")',
+    "x = 1  # Partitions are dealt out",
+    'log("it lets go; let the world know")',
+    "x = 1  # Who reckons",
+    'log("it said nothing")',
+    'raise ValueError("a group that there is not")',
+    "x = 1  # Asked thrice",
+    'log("an unfolded record")',
+    'log("unheard")',
+    'log("for who tries again")',
+    'log("a record that would die again")',
+    'def planted():\n    """How it is sent."""',
+    'def planted():\n    """Where the log is."""',
+    'def planted():\n    """Which of them."""',
+    'def planted():\n    """Whom it asks."""',
+    'def planted():\n    """Whose it is."""',
+    'def planted():\n    """Why it failed."""',
+]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "def tie_to_parent(): ...",
-        "async def _say(): ...",
-        "class ModelShelf: ...",
-        "class _Garbage: ...",
-        "class _Held: ...",
-        "for workplace in (): ...",
-        "steer = 1",
-        "def load(environ): ...",
-        "async def _settle(): ...",
-        "import a as run_ends",
-        "place = 1",
-        "self.marks = 1",
-        "def _note(): ...",
-        "room = 1",
-        "with a as aside: ...",
-        "async def until(): ...",
-        "def send(*, tell): ...",
-        "shelf = 1",
-        "self._unfolded = 1",
-        "for news in (): ...",
-        "with a as stranger: ...",
-        "import a as lifeline",
-        "def test_it_begins_anew(): ...",
-        '"""It waits for ever."""',
-        'raise ValueError(f"{name} stands in {path}")',
-        '"the id stands " "twice"',
-        "x = 1  # Seldom",
-        '"""It waits for\nEver."""',
-        'raise ValueError(f"{name} is no number")',
-        '"""Records that are no events."""',
-        '"""The last line was\nno error."""',
-        '"""The topic; None if it is none of ours."""',
-        "x = 1  # A group without a run is nobody's",
-        'def planted():\n    """What a task holds."""',
-        'class Planted:\n    """Of a group. Each has one."""',
-        'size = 1\n"""By partition: how many."""',
-        'who = 1\n"""Who asks. Is it a question?"""',
-    ],
-)
+@pytest.mark.parametrize("line", PLANTED)
 def test_a_planted_word_is_found(line: str, plant: Plant) -> None:
     (found,) = banned_words(plant("tests/planted.py", f"tells = new_status = 1\n{line}\n"))
     assert found.startswith(("2: ", "3: "))
@@ -152,3 +173,15 @@ def test_an_exception_that_is_not_needed_goes() -> None:
         ("schemas/ids.py", "anew"),
         ("gone.py", "mark"),
     ]
+
+
+def test_every_pattern_of_text_has_a_plant() -> None:
+    plants = "\n".join(PLANTED)
+    assert [one for one, pattern in patterns_of(TEXT).items() if not pattern.search(plants)] == []
+    assert [word for word in HEADLESS if f'"""{word} ' not in plants] == []
+
+
+def test_a_pattern_without_a_plant_is_found() -> None:
+    rules = patterns_of({r"buried twice": "", r"for ?ever": ""})
+    found = {one: bool(pattern.search("buried\ntwice, forever")) for one, pattern in rules.items()}
+    assert found == {"buried twice": True, "for ?ever": False}  # a space stands for one or more

@@ -131,7 +131,7 @@ class SharedModelGroup:
     @property
     def model_name(self) -> str:
         """`<run>/<group>@<version>` once the group has switched to a fine-tuned model, before that the base model."""
-        return self.base_model_name if not self.version else f"{self.model_group}@{self.version}"
+        return self.base_model_name if not self.version else ids.player(self.model_group, self.version)
 
     @property
     def lora_alpha(self) -> int:
@@ -321,7 +321,8 @@ class SharedModelGroup:
             raise JobStateError(f"job {job_id} does not exist; `rollstream jobs` lists all jobs")
         version = 0
         if name is not None:
-            known = {f"{self.model_group}@{job.switched_to}": job.switched_to or 0 for job in self.jobs}
+            switched = [job.switched_to for job in self.jobs if job.switched_to]
+            known = {ids.player(self.model_group, version): version for version in switched}
             if name not in known:
                 raise ConfigError(
                     f"model {name} is not one that {self.model_group} switched to; restore what "

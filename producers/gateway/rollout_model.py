@@ -95,7 +95,7 @@ class RolloutModel:
             self._texts[TEXT_PREFIX + name] = text
 
     def _call_id(self, step_index: int) -> str:
-        return hashlib.sha256(f"{self.session.rollout_id}/s{step_index}".encode()).hexdigest()[:24]
+        return hashlib.sha256(ids.step_id(self.session.rollout_id, step_index).encode()).hexdigest()[:24]
 
     def described(self, name: str) -> dict[str, Any]:
         """A model in OpenAI's words. Raises Refusal (404)."""

@@ -13,6 +13,7 @@ from rollstream.producers.openai import anthropic, completions, protocol
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.protocol import Answer
 from rollstream.producers.openai.requests import ChatRequest, SampledRequest
+from rollstream.schemas import ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ def head_of(kind: str, asked: SampledRequest, answered: Answered) -> dict[str, A
         "id": f"{kind}-{answered.call_id}",
         "created": answered.created_s,
         "model": asked.model,
-        "system_fingerprint": f"{first.model_group}@{first.version}",
+        "system_fingerprint": ids.player(first.model_group, first.version),
     }
 
 

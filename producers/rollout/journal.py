@@ -13,6 +13,7 @@ import orjson
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import Encoded, check_record_size
 from rollstream.producers.rollout.continuing import RecordedAttempt
+from rollstream.schemas import ids
 from rollstream.schemas.base import Event, validator_of
 from rollstream.schemas.errors import EnvironmentRunError, LogError
 from rollstream.schemas.events import (
@@ -169,7 +170,7 @@ class Journal:
             **self._ids,
             "time_ms": time_ms,
             "step_index": step_index,
-            "uuid": fields.get("uuid") or uuid_of(f"{self.rollout_id}/s{step_index}"),
+            "uuid": fields.get("uuid") or uuid_of(ids.step_id(self.rollout_id, step_index)),
             "function_ancestry": self._ancestry,
             "event_timestamp": time_ms / 1000,
             "span_event_timestamp": began_ms / 1000,

@@ -252,7 +252,7 @@ class StepRecorded(RolloutEvent):
 
     @property
     def event_id(self) -> str:
-        return ids.event_id(self.kind, f"{self.rollout_id}/s{self.step_index}")
+        return ids.event_id(self.kind, ids.step_id(self.rollout_id, self.step_index))
 
 
 class RewardRecorded(RolloutEvent):
@@ -272,7 +272,7 @@ class RewardRecorded(RolloutEvent):
 
     @property
     def event_id(self) -> str:
-        return ids.event_id(self.kind, f"{self.rollout_id}/r{self.reward_index}")
+        return ids.event_id(self.kind, ids.reward_id(self.rollout_id, self.reward_index))
 
 
 class RolloutEnded(RolloutEvent):

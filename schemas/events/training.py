@@ -243,7 +243,7 @@ class RollbackRequested(Event):
 
     @property
     def event_id(self) -> str:
-        return ids.event_id(self.kind, f"{self.job_id}/v{self.version}/after-v{self.after_version}")
+        return ids.version_event(self.kind, self.job_id, self.version, f"after-v{self.after_version}")
 
 
 class RunContinued(Event):

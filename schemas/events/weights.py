@@ -397,4 +397,4 @@ class WeightsCollected(WeightEvent):
 
     @property
     def event_id(self) -> str:
-        return ids.event_id(self.kind, f"{self.model_group}/v{self.versions[0]}-v{self.versions[-1]}")
+        return ids.versions_event(self.kind, self.model_group, self.versions[0], self.versions[-1])

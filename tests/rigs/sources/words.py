@@ -5,7 +5,7 @@ import io
 import itertools
 import re
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tests.rigs.sources.source_tree import ALLOWED, ROOT
@@ -126,7 +126,14 @@ TEXT = {
 """Patterns of banned words in messages, docstrings, comments and documents, with replacements."""
 HEADLESS = {"By", "How", "Of", "What", "Where", "Which", "Who", "Whom", "Whose", "Why"}
 """First words of a docstring that is a clause without a main clause, unless it is a question."""
-_TEXT = {re.compile(r"\b" + one.replace(" ", r"\s+") + r"\b", re.IGNORECASE): word for one, word in TEXT.items()}
+
+
+def patterns_of(text: Mapping[str, str]) -> dict[str, re.Pattern[str]]:
+    """Patterns by how they are written: of whole words in any case, each space one or more of any kind."""
+    return {one: re.compile(r"\b" + one.replace(" ", r"\s+") + r"\b", re.IGNORECASE) for one in text}
+
+
+_TEXT = {pattern: TEXT[one] for one, pattern in patterns_of(TEXT).items()}
 
 
 def texts(root: Path = ROOT) -> Iterator[Path]:
