@@ -140,8 +140,8 @@ async def record_rollout(
         await journal.begin(member=member, attempt=attempt, seed=ids.member_seed(task.seed, member))
     else:
         journal.restore(before)
-    stage = _Stage(task, member, engine, journal, permissions, artifacts, players, gateway, before is not None)
-    play = user_tasks.create_task(stage.play())
+    runner = _AttemptRunner(task, member, engine, journal, permissions, artifacts, players, gateway, before is not None)
+    play = user_tasks.create_task(runner.play())
     is_over = False
     try:
         await asyncio.wait({play}, timeout=settings.rollout_timeout_s)
@@ -151,9 +151,9 @@ async def record_rollout(
         await _stop(play, journal.rollout_id)
     if journal.emit_error is not None:
         raise journal.emit_error
-    failure = stage.timed_out() if has_timed_out else stage.failure(play)
+    failure = runner.timed_out() if has_timed_out else runner.failure(play)
     if failure is None:
-        await journal.end(play.result(), stage.missing_scores)
+        await journal.end(play.result(), runner.missing_scores)
         return
     message = recordable(permissions.conceal(failure.message))
     log.info("rollout failed rollout_id=%s cause=%s: %s", journal.rollout_id, failure.cause, message)
@@ -162,7 +162,7 @@ async def record_rollout(
     await journal.fail(failure.cause, message, is_final=is_last)
 
 
-class _Stage:
+class _AttemptRunner:
     """Runs an environment and reward functions, and turns each exception that they raise into a cause."""
 
     def __init__(

@@ -92,7 +92,7 @@ class Permissions(NamedTuple):
         return os.path.expanduser(path)
 
     def expand(self, value: JsonValue, location: str, path: str) -> JsonValue:
-        """`value` with its `${NAME}` replaced. `path`: where it stands, as `environment_path` or `evaluator_path` says.
+        """`value` with its `${NAME}` replaced. `path`: its place, as `environment_path` or `evaluator_path` says.
 
         Raises NotAllowedError for one that is not listed, else ConfigError.
         """

@@ -47,7 +47,7 @@ def names() -> list[str]:
 
 
 def protocol(written: str | Mapping[str, JsonValue], location: str = "protocol") -> InteractionProtocol:
-    """A protocol from its name, or from a mapping of `name` and its settings. `location`: where it stands, for errors.
+    """A protocol from its name, or from a mapping of `name` and its settings. `location`: its place, for errors.
 
     Raises ConfigError for an unknown name, a class that is not a protocol, and settings that it does not take.
     """

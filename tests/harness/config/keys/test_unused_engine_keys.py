@@ -8,7 +8,7 @@ from rollstream.harness.config.unused_keys import of_engine
 from rollstream.schemas.services import ScriptedSettings, TransformersSettings, VllmSettings
 
 CACHES = ("prefix_cache_mb", "kv_cache_mb", "full_copies")
-GIVEN = {"max_batch": 8, "prefix_cache_mb": 1, "kv_cache_mb": 64, "full_copies": 2}
+GIVEN: dict[str, Any] = {"max_batch": 8, "prefix_cache_mb": 1, "kv_cache_mb": 64, "full_copies": 2}
 
 
 @pytest.mark.parametrize(
