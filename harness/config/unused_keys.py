@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from rollstream.harness.config.jobs import MADE_ELSEWHERE
 from rollstream.schemas.config import AdapterSection, EvalSection, FinetuningSection, RunConfig
 from rollstream.schemas.finetuning import CurriculumLearningConfig
-from rollstream.schemas.services import EngineSettings, TransformersSettings, VllmSettings
+from rollstream.schemas.services import EngineSettings
 from rollstream.schemas.settings import CurriculumSettings, OptimizerSettings
 
 _STARTED_HERE = (
@@ -71,7 +71,7 @@ def _of_builder(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
     if config.builder.services == "external":
         names = given(block, (*_STARTED_HERE, *_SERVICE_LIMITS))
         yield Unused(location, names, "services are external; give it to `rollstream serve`")
-    yield from of_engine(f"{location}.engine", block.engine)
+    yield _engine(f"{location}.engine", block.engine)
     algorithm = config.adapter.algorithm
     if not algorithm.needs.rewards:
         yield Unused(location, given(block, ["missing_score"]), f"{algorithm.name} needs no score")
@@ -101,7 +101,7 @@ def _of_adapter(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
     if adapter.warm_start is not None:
         yield from _of_optimizer(f"{location}.warm_start.optimizer", adapter.warm_start.optimizer)
     if block.endpoint is not None:
-        yield from of_engine(f"{location}.endpoint.engine", block.endpoint.engine)
+        yield _engine(f"{location}.endpoint.engine", block.endpoint.engine)
     if blocks.is_builder_ours and getattr(block, "retokenise", False):
         yield Unused(location, ("retokenise",), "it applies to builders of other packages; see environment_config")
     if why := _not_refilled(config):
@@ -220,17 +220,8 @@ def given(block: BaseModel, names: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def of_engine(location: str, engine: EngineSettings) -> Iterator[Unused]:
-    """Keys of an engine's block without effect; entries may have no names."""
-    yield Unused(location, given(engine, engine.MEANINGLESS), f"the {engine.kind} engine does not use it")
-    if type(engine) is TransformersSettings and not engine.is_continuous:
-        why = "batching is static"
-        if engine.deterministic:
-            why = "with deterministic, each request is a batch of its own"
-            yield Unused(location, given(engine, ["batching", "max_batch"]), why)
-        yield Unused(location, given(engine, ["prefix_cache_mb", "kv_cache_mb", "full_copies"]), why)
-    if isinstance(engine, VllmSettings) and engine.base_urls:
-        yield Unused(location, given(engine, ["dtype"]), "the servers of base_urls run already")
+def _engine(location: str, engine: EngineSettings) -> Unused:
+    return Unused(location, given(engine, engine.MEANINGLESS), f"the {engine.kind} engine does not use it")
 
 
 def _reward(location: str, block: Any) -> Unused:
