@@ -235,18 +235,19 @@ def _folder_of(model: str) -> Path:
         found = try_to_load_from_cache(model, "config.json")
     except (ImportError, ValueError):  # not installed, or a name that the hub does not allow
         return folder
-    if not isinstance(found, str):
-        return folder
-    snapshot = Path(found).parent
-    return snapshot if all((snapshot / name).is_file() for name in _shards(snapshot)) else folder
+    return Path(found).parent if isinstance(found, str) and _has_all_shards(Path(found).parent) else folder
 
 
-def _shards(snapshot: Path) -> set[str]:
-    """Names of the weight files that a model's index lists; none without an index."""
-    names: set[str] = set()
-    for index in snapshot.glob("*.index.json"):
-        names |= set(json.loads(index.read_bytes()).get("weight_map", {}).values())
-    return names
+def _has_all_shards(snapshot: Path) -> bool:
+    """Whether the weight files that a model's index lists are there; without an index there is one file."""
+    for kind in ("model*.index.json", "pytorch_model*.index.json"):
+        for index in sorted(snapshot.glob(kind)):
+            try:
+                names = json.loads(index.read_bytes())["weight_map"].values()
+            except (ValueError, LookupError, TypeError, AttributeError):  # not an index, as transformers will say
+                return False
+            return all((snapshot / str(name)).is_file() for name in names)
+    return True
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """A version that was trained with another tokenizer or base model than an engine's folder has is not loaded."""
 
 import asyncio
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,15 @@ def test_an_adapter_is_of_the_weights_in_the_hubs_cache(tmp_path: Path, monkeypa
     artifacts = ArtifactStore(str(tmp_path / "artifacts"))
     of_weights = published(artifacts, tmp_path, 1, "", weights_format="lora", base_sha256=recorded)
     check_base_model(of_weights, "org/model")
+    index = snapshot / "model.safetensors.index.json"
+    for written in ('{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}', "[]", "{broken"):
+        index.write_text(written)  # a download that was interrupted, or a broken one
+        assert base_sha256("org/model") == ""
+    index.write_text('{"weight_map": {"a": "model.safetensors"}}')
+    assert base_sha256("org/model") == recorded
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "huggingface_hub", None)
+        assert base_sha256("org/model") == ""
     (snapshot / "model.safetensors").unlink()
     save_file({"a": torch.zeros(3)}, snapshot / "model.safetensors")
     with pytest.raises(ModelError, match="version 1 of run-1/policy is an adapter of other weights than"):
