@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from rollstream.producers.engines.scheduling import padded_length
 from rollstream.schemas.errors import is_out_of_memory
@@ -26,6 +29,9 @@ MEMORY_SHARE = 0.4
 PROBE_IDS = 12
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 """Largest difference of log-probabilities between the pool and a plain forward."""
+SHARED_KEYS = "rollstream_sdpa"
+"""Name of `attend` in transformers, in place of `PLAIN`."""
+PLAIN = "sdpa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +182,31 @@ class KVPool(Cache):
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """SDPA whose query heads read their common head of keys and values where it is; returns (rows, S, heads, dim).
+
+    transformers gives each query head a copy of it wherever there is a mask, because GPU kernels with a mask need one.
+    On a CPU that takes longer than the attention itself. With one new token, the query heads of a group are computed
+    as if they were so many tokens of one head.
+    """
+    num_heads, num_groups, num_new = query.shape[1], key.shape[1], query.shape[2]
+    is_plain = attention_mask is None or num_heads == num_groups or options.get("position_bias") is not None
+    if is_plain or query.device.type != "cpu":
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if num_new == 1:
+        query = query.reshape(-1, num_groups, num_heads // num_groups, query.shape[3])
+    found = scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=options.get("scaling"), enable_gqa=num_new > 1
+    )
+    return found.reshape(-1, num_heads, num_new, found.shape[3]).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(SHARED_KEYS, attend)
+AttentionMaskInterface.register(SHARED_KEYS, sdpa_mask)
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes of a device's memory, or of main memory, that this process can still take."""
     if device.type == "cuda":
@@ -214,7 +245,7 @@ def left_in_container(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 @torch.inference_mode()
 def probed_shape(module: Any, device: torch.device) -> PoolShape | None:
-    """The shape of a pool for a model; None if it must be generated with its own cache.
+    """The shape of a pool for a model, which then attends by `attend`; None if it must be generated with its own cache.
 
     Rows of unequal lengths are computed with a pool and plainly: only a model that gives the same both ways gets one.
     """
@@ -223,13 +254,17 @@ def probed_shape(module: Any, device: torch.device) -> PoolShape | None:
     has_window = bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
     if kinds != {"full_attention"} or has_window:
         return None
+    attention = module.config._attn_implementation
+    shape = None
     try:
-        return _probe(module, device)
+        shape = _probe(module, device)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         logger.warning(
             "batches of %s stay static, since its cache is of another kind: %s", type(module).__name__, error
         )
-        return None
+    if shape is None:
+        module.set_attn_implementation(attention)
+    return shape
 
 
 def _probe(module: Any, device: torch.device) -> PoolShape | None:
@@ -243,6 +278,8 @@ def _probe(module: Any, device: torch.device) -> PoolShape | None:
     shape = PoolShape(len(keys), keys[0].shape[1], keys[0].shape[3], keys[0].dtype)
     pool = KVPool(shape, device)
     pool.reserve(3, PROBE_IDS + 1)
+    if module.config._attn_implementation == PLAIN:
+        module.set_attn_implementation(SHARED_KEYS)
     counts = (3, 6)
     found = [*_joined(module, pool, ids, (0, 2), (0, 0), counts), *_joined(module, pool, ids, (0, 2), counts, (4, 2))]
     pool.copy([2], [1], 8)
