@@ -107,8 +107,9 @@ class PolicyGradientSettings(AlgorithmSettings):
     batches all the same, unless `drop_zero_variance` is off.
     """
     step_discount: float = added(1.0, gt=0, le=1)
-    """process: factor of a later reward for each step that it is later. It is gamma times lambda of generalised
-    advantage estimation (GAE, arXiv 1506.02438, equation 16): without a critic only their product counts.
+    """process: factor of a later reward for each step of the agent's own that it is later; steps of tools and of other
+    agents do not count. It is gamma times lambda of generalised advantage estimation (GAE, arXiv 1506.02438, equation
+    16): without a critic only their product counts.
     """
     aggregation: Literal["tokens", "sequences", "constant"] = added("tokens")
     """The mean of a mini-batch's token losses over its tokens (DAPO, BNPO), over sequences of their means (GRPO), or
@@ -230,10 +231,10 @@ class PpoSettings(ClippedSettings):
     step_rewards: Literal["process"] = "process"  # pyright: ignore[reportIncompatibleVariableOverride]
     clip_high: float = Field(default=0.2, gt=0)
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of rewards by step."""
+    """Discount of rewards by step of the agent's own."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda, which trades bias for variance. The value of every step is 0, as there is no critic, so a later
-    reward counts gamma times lambda less for each step that it is later, and only the product matters.
+    reward counts gamma times lambda less for each such step that it is later, and only the product matters.
     """
 
     def unused(self) -> dict[str, tuple[str, ...]]:

@@ -6,15 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    Discriminator,
-    Field,
-    FiniteFloat,
-    JsonValue,
-    Tag,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, FiniteFloat, JsonValue, Tag, model_validator
 
 from rollstream.schemas import ids
 from rollstream.schemas.algorithms import Algorithm, GrpoSettings
@@ -319,7 +311,7 @@ class WarmStart(Settings):
     """
 
 
-NEWEST_REVISION: Literal[11] = 11
+NEWEST_REVISION: Literal[12] = 12
 """Value of `JobSettings.revision` in new jobs."""
 CORRECTED_SINCE = 10
 """The revision of the rules of losses and advantages that `JobSettings.revision` lists for 10."""
@@ -343,7 +335,7 @@ class JobSettings(Settings):
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
     """Fixed number of CPU threads; part of the conditions for an equal replay."""
-    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] = added(1)
+    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12] = added(1)
     """Rules by which the learner trains; a recorded job keeps those that it was trained by. Since 2, dropout is off
     where a ratio or a log-ratio is computed, and linear and cosine schedules reach `final_fraction` after the last
     step, so that the last step trains. Since 3, hidden states are gathered before the head and the head is applied to
@@ -355,7 +347,8 @@ class JobSettings(Settings):
     `aggregation: constant` divides by the rows of each mini-batch, `reinforce_pp` normalises over trained tokens alone,
     log-ratios to a teacher are bounded on both sides, and two metrics count other tokens (`clip/divergence` of dppo,
     `mismatch/log_ppl_diff`). Since 11, each token's log-ratio of the policy that sampled to the reference is bounded on
-    both sides (the KL penalty of `reinforce_pp`, the sampled reference point of `kto`)."""
+    both sides (the KL penalty of `reinforce_pp`, the sampled reference point of `kto`). Since 12, rewards of steps are
+    discounted by the agent's own steps in between; before, also by those of tools and of other agents."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""
 

@@ -1,5 +1,6 @@
 """Advantages of the members of one group from their rewards, one a member or one a step. Plain numbers; no tensors."""
 
+import bisect
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -15,9 +16,11 @@ from rollstream.learner.algorithms.base import (
 )
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.policy_gradient import BATCH_WIDE, Advantage, OverlongSettings, PolicyGradientSettings
-from rollstream.schemas.settings import CORRECTED_SINCE
+from rollstream.schemas.settings import CORRECTED_SINCE, NEWEST_REVISION
 
 EPSILON = 1e-6
+OWN_STEPS_SINCE = 12
+"""The revision of jobs since which a discount counts a member's own steps alone."""
 
 
 def group_std(rewards_G: Sequence[float]) -> list[float]:
@@ -166,15 +169,18 @@ def stepped(member: Member, total: float) -> SteppedMember:
 
 
 def by_step(
-    members: Sequence[SteppedMember], groups: Iterable[Hashable], estimator: Advantage, discount: float = 1.0
+    members: Sequence[SteppedMember],
+    groups: Iterable[Hashable],
+    estimator: Advantage,
+    discount: float = 1.0,
+    revision: int = NEWEST_REVISION,
 ) -> list[dict[int, float]]:
     """Advantage by step with tokens, one mapping a member: process supervision (arXiv 2402.03300, section 4.1.3).
 
     1. The final reward of a member counts as a reward of its last step. 2. All rewards of all steps of a group are
-    normalised together by the estimator; a step that got none has none to normalise. 3. A step's advantage is the sum
-    of the normalised rewards of itself and the steps after it, each times `discount` for every step that it is later
-    (GAE without a critic, arXiv 1506.02438, equation 16). Without step rewards all of a member's steps have the
-    advantage that `by_group` gives the member.
+    normalised together by the estimator; a step that got none has none to normalise. 3. A step's advantage is its
+    return of the normalised rewards, see `returns`. Without step rewards and with discount 1 all of a member's steps
+    have the advantage that `by_group` gives the member.
     """
     rewards = [sorted(member.rewards().items()) for member in members]
     owners = [(index, step) for index, found in enumerate(rewards) for step, _ in found]
@@ -183,19 +189,38 @@ def by_step(
     normalised: list[dict[int, float]] = [{} for _ in members]
     for (index, step), value in zip(owners, flat, strict=True):
         normalised[index][step] = value
-    return [
-        {
-            step: math.fsum(value * discount ** (later - step) for later, value in found.items() if later >= step)
-            for step in member.steps
-        }
-        for member, found in zip(members, normalised, strict=True)
-    ]
+    return [returns(member.steps, found, discount, revision) for member, found in zip(members, normalised, strict=True)]
+
+
+def returns(
+    steps: frozenset[int], rewards: Mapping[int, float], discount: float, revision: int = NEWEST_REVISION
+) -> dict[int, float]:
+    """Return of each of a member's own `steps`: the sum of the rewards of itself and of the steps after it, each times
+    `discount` for every own step that it is later (GAE without a critic, arXiv 1506.02438, equation 16).
+
+    Time counts the member's own actions. A step that is not its own (a tool's, another agent's, a call that was lost or
+    refused) takes no time, so that a reward recorded for one is as late as the own step before it, whose outcome it is.
+    Before OWN_STEPS_SINCE, every step that the rollout recorded took time.
+    """
+    own = sorted(steps)
+    found = rewards.keys() | steps
+    time_of = {step: bisect.bisect(own, step) if revision >= OWN_STEPS_SINCE else step for step in found}
+    return {
+        step: math.fsum(
+            value * discount ** (time_of[later] - time_of[step]) for later, value in rewards.items() if later >= step
+        )
+        for step in steps
+    }
 
 
 def of_members(
-    members: Sequence[Member], settings: PolicyGradientSettings, rewards: Sequence[float] | None = None
+    members: Sequence[Member],
+    settings: PolicyGradientSettings,
+    rewards: Sequence[float] | None = None,
+    revision: int = NEWEST_REVISION,
 ) -> Sequence[float | Mapping[int, float]]:
     """One advantage a member, or one a step of it. `rewards`: one a member, less penalties; None: as they are.
+    `revision`: of the job.
 
     Not for `rae`, which needs what it knows of earlier batches. `gdpo` knows the members' rewards by name alone.
     """
@@ -211,7 +236,7 @@ def of_members(
     if settings.step_rewards == "total":
         return by_group(rewards, groups, settings.advantage)
     by_member = [stepped(member, reward) for member, reward in zip(members, rewards, strict=True)]
-    return by_step(by_member, groups, settings.advantage, settings.step_discount)
+    return by_step(by_member, groups, settings.advantage, settings.step_discount, revision)
 
 
 def penalised(batch: BatchView, settings: PolicyGradientSettings) -> list[float]:
@@ -238,7 +263,7 @@ class PolicyGradient(Algorithm):
             agents = [member.agent for member in batch.members]
             found, statistics = role_conditioned(rewards, agents, batch.statistics, settings.rae_decay)
         else:
-            found = of_members(batch.members, settings, rewards)
+            found = of_members(batch.members, settings, rewards, batch.revision)
         advantages: list[PerToken] = []
         for row in batch.rows:
             value = found[row.member]

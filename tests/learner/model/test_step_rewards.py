@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rollstream.learner.algorithms import advantages
@@ -17,8 +19,10 @@ from rollstream.learner.model import collate
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas import tokens
 from rollstream.schemas.algorithms import GrpoSettings
-from rollstream.schemas.events import StepTrained, TrajectoryAssembled
+from rollstream.schemas.events import JobSucceeded, StepTrained, TrajectoryAssembled
 from rollstream.schemas.events.rollouts import Completion, TokenSequence
+from rollstream.schemas.policy_gradient import PpoSettings
+from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 
 def member(steps: set[int], rewards: dict[int, float], total: float) -> SteppedMember:
@@ -67,6 +71,58 @@ def test_without_step_rewards_every_step_has_the_advantage_of_the_whole(estimato
     assert advantages.by_step(members, "gggg", estimator) == [
         dict.fromkeys(range(index + 1), value) for index, value in enumerate(whole)
     ]
+
+
+@pytest.mark.parametrize(
+    ("revision", "expected"),
+    [
+        (12, {0: 1 + 0.5 * 4 + 0.25 * 8, 3: 4 + 0.5 * 8, 6: 8.0}),
+        (11, {0: 0.5 + 4 / 16 + 8 / 128, 3: 4 / 2 + 8 / 16, 6: 4.0}),
+    ],
+)
+def test_only_the_agent_s_own_steps_discount(revision: int, expected: dict[int, float]) -> None:
+    """Steps 1, 4 and 7 are a tool's, which have the rewards; 2 is a lost call, and 5 another agent's."""
+    by_tool = member({0, 3, 6}, {1: 1.0, 4: 4.0, 7: 8.0}, 13.0)
+    (found,) = advantages.by_step([by_tool], "g", "none", 0.5, revision)
+    assert found == expected
+
+
+@pytest.mark.parametrize(("revision", "distance"), [(12, 1), (11, 7)])
+def test_the_final_reward_is_as_late_as_the_agent_s_last_step(revision: int, distance: int) -> None:
+    (found,) = advantages.by_step([member({2, 9}, {}, 1.0)], "g", "none", 0.5, revision)
+    assert found == {2: 0.5**distance, 9: 1.0}
+
+
+def test_a_reward_before_the_agent_s_first_step_is_that_of_no_step() -> None:
+    (found,) = advantages.by_step([member({1, 2}, {0: 5.0, 2: 1.0}, 6.0)], "g", "none", 0.5)
+    assert found == {1: 0.5, 2: 1.0}
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_steps_without_others_in_between_have_the_same_bits_by_either_rule(discount: float) -> None:
+    members = [member({0, 1, 2}, {0: 0.1, 2: 0.7}, 1.3), member({0, 1}, {1: 0.3}, 0.9)]
+    found = [advantages.by_step(members, "gg", "group_std", discount, revision) for revision in (11, 12)]
+    assert found[0] == found[1]
+
+
+@given(
+    st.dictionaries(st.integers(0, 30), st.floats(-10, 10), max_size=8),
+    st.frozensets(st.integers(0, 30), min_size=1, max_size=8),
+    st.floats(0, 1),
+)
+def test_returns_do_not_depend_on_how_many_steps_of_others_are_recorded(
+    rewards: dict[int, float], steps: frozenset[int], discount: float
+) -> None:
+    """The same rollout without any other step: each reward is one of the agent's call before it."""
+    own = sorted(steps)
+    alone: dict[int, float] = {}
+    for step, value in rewards.items():
+        if step >= own[0]:
+            index = sum(one <= step for one in own) - 1
+            alone[index] = alone.get(index, 0.0) + value
+    wanted = advantages.returns(frozenset(range(len(own))), alone, discount)
+    found = advantages.returns(steps, rewards, discount)
+    assert [found[step] for step in own] == pytest.approx([wanted[index] for index in range(len(own))], abs=1e-9)
 
 
 def trajectory(number: int, step_rewards: dict[str, float], reward: float) -> TrajectoryAssembled:
@@ -149,3 +205,34 @@ def test_the_learner_credits_steps_if_the_job_has_process_rewards(lab: Any) -> N
         assert all(len(values) == 2 for values in by_row), "two steps of every row, credited apart"
 
     asyncio.run(run())
+
+
+def with_others_in_between(made: TrajectoryAssembled) -> TrajectoryAssembled:
+    """A trajectory whose second step comes after a tool's, which has a reward, and a lost call."""
+
+    def moved(part: Completion) -> Completion:
+        return part.model_copy(update={"step_index": 3 * part.step_index})
+
+    sequences = tuple(
+        one.model_copy(update={"completions": tuple(map(moved, one.completions))}) for one in made.sequences
+    )
+    return made.model_copy(update={"sequences": sequences, "step_rewards": {"1": made.reward / 2}, "num_steps": 4})
+
+
+def test_a_job_is_trained_again_by_the_rule_of_its_revision(lab: Any, tmp_path: Path) -> None:
+    async def weights(revision: int) -> list[str]:
+        own = type(lab)(tmp_path / str(revision), lab.model)
+        plain = own.trajectory
+        own.trajectory = lambda *arguments, **options: with_others_in_between(plain(*arguments, **options))
+        job = await own.submit(num_versions=2, algorithm=PpoSettings(gamma=0.5), revision=revision)
+        await own.plan(job, 2)
+        await own.work(own.has(JobSucceeded))
+        steps = await steps_of(own)
+        await assert_retrained(own, job, steps)
+        return [step.weights_sha256 for step in steps.values()]
+
+    async def scenario() -> None:
+        before, now = [await weights(revision) for revision in (11, 12)]
+        assert not set(before) & set(now)
+
+    asyncio.run(scenario())

@@ -39,7 +39,8 @@ def test_attention_equals_that_with_a_copy_for_each_query_head(num_heads, num_gr
     module = Heads(num_heads // num_groups)
     expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
     found, _ = attend(module, query, key, value, mask, scaling=0.3)
-    assert found.shape == expected.shape and found.is_contiguous()
+    assert found.shape == expected.shape
+    assert found.is_contiguous()
     torch.testing.assert_close(found, expected)
 
 
