@@ -317,6 +317,8 @@ CORRECTED_SINCE = 10
 """The revision of the rules of losses and advantages that `JobSettings.revision` lists for 10."""
 BOUNDED_SINCE = 11
 """The revision since which recorded log-ratios to the reference are bounded by token."""
+SHARES_KEYS_SINCE = 12
+"""The revision since which a CPU attends to shared keys and values in place."""
 
 
 class JobSettings(Settings):
@@ -348,7 +350,8 @@ class JobSettings(Settings):
     log-ratios to a teacher are bounded on both sides, and two metrics count other tokens (`clip/divergence` of dppo,
     `mismatch/log_ppl_diff`). Since 11, each token's log-ratio of the policy that sampled to the reference is bounded on
     both sides (the KL penalty of `reinforce_pp`, the sampled reference point of `kto`). Since 12, rewards of steps are
-    discounted by the agent's own steps in between; before, also by those of tools and of other agents."""
+    discounted by the agent's own steps in between (before, also by those of tools and of other agents), and on a CPU,
+    query heads read the keys and values that they share in place, which sums their gradients in another order."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""
 

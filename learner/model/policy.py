@@ -37,7 +37,7 @@ from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.tensor_file import published_pieces
 from rollstream.learner.model.tree_attention import hidden_states, longest_row
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import ModelSettings, choose_cublas_workspace, device_of
+from rollstream.schemas.settings import SHARES_KEYS_SINCE, ModelSettings, choose_cublas_workspace, device_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ class PolicyModel:
                 decoder = inner(self.module).get_decoder()
                 self._longest_shared, self._why_apart = longest_row(decoder, self.device, self.compute_dtype)
         self._tied = frozenset(getattr(inner(self.module), "all_tied_weights_keys", None) or ())
-        self.may_fuse = settings.fused_kernels
-        """Compute log-probabilities by the fused kernels where they work."""
+        self.may_fuse, self.copies_keys = settings.fused_kernels, False
+        """Compute log-probabilities by the fused kernels where they work; copy keys and values for each query head."""
         self._has_dropout = has_dropout(self.module)
         if settings.gradient_checkpointing:
             enable_checkpointing(inner(self.module), settings.path)
@@ -185,7 +185,7 @@ class PolicyModel:
     def compute_as(self, revision: int) -> None:
         """Compute log-probabilities by the rules of a job's `revision`."""
         self.selects_logprobs &= revision >= 3
-        self.may_fuse = self.settings.fused_kernels and revision >= 8
+        self.may_fuse, self.copies_keys = self.settings.fused_kernels and revision >= 8, revision < SHARES_KEYS_SINCE
 
     def use_dropout(self, enabled: bool) -> None:
         """Apply the model's and the adapters' dropout in forwards from now on, or not."""
@@ -241,7 +241,8 @@ class PolicyModel:
                 at_N = batch.mask.flatten().nonzero().flatten() if batch.at_N is None else batch.at_N
                 hidden_N_D = hidden_B_T_D.flatten(0, 1)[at_N - 1]
             else:
-                hidden_N_D = functional.embedding(batch.tree.sources_M, hidden_states(decoder, batch.tree))
+                hidden = hidden_states(decoder, batch.tree, copies_keys=self.copies_keys)
+                hidden_N_D = functional.embedding(batch.tree.sources_M, hidden)
         head = inner(self.module).get_output_embeddings()
         logprobs_N, entropies_N = selected_logprobs(
             hidden_N_D,

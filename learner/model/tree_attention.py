@@ -41,8 +41,10 @@ logger = logging.getLogger(__name__)
 class SharedTree:
     """A tree in one forward, and the masks of its blocks, which all layers use."""
 
-    def __init__(self, tree: PrefixTree) -> None:
+    def __init__(self, tree: PrefixTree, *, copies_keys: bool = False) -> None:
+        """`copies_keys`: each query head gets a copy of the keys and values that it shares, as up to revision 11."""
         self.tree = tree
+        self.copies_keys = copies_keys
         self._dtype: torch.dtype | None = None
         self._masks: list[Tensor | None] = []
 
@@ -80,6 +82,8 @@ def attend(
     if is_packed(query, key, value, dtype):
         q_N_H_D = queries_N_F.to(dtype).unflatten(1, (num_heads, width))
         return _packed(q_N_H_D, both_N_F.to(dtype), num_groups, tree, scaling)[None], None
+    # Kernels of a GPU need the copies where there is a mask; on a CPU they take longer than the attention.
+    attends = _shared if query.is_cpu and not prefix_tree.copies_keys else sdpa_attention_forward
     outputs: list[Tensor] = []
     for block, mask in zip(tree.blocks, prefix_tree.masks(dtype), strict=True):
         q_S_H_Q_D = (
@@ -87,7 +91,7 @@ def attend(
         )
         both_S_K_F = functional.embedding(block.keys_S_K, both_N_F)
         k_S_K_F, v_S_K_F = both_S_K_F.split([num_groups * of_key, both_S_K_F.shape[2] - num_groups * of_key], dim=2)
-        found, _ = sdpa_attention_forward(
+        found, _ = attends(
             module,
             q_S_H_Q_D,
             k_S_K_F.unflatten(2, (num_groups, of_key)).transpose(1, 2),
@@ -101,6 +105,16 @@ def attend(
 
 
 AttentionInterface.register(NAME, attend)
+
+
+def _shared(
+    _: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None
+) -> tuple[Tensor, None]:
+    """transformers' SDPA without a copy of keys and values for each query head: equal bits, but in their gradients."""
+    found = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+    )
+    return found.transpose(1, 2).contiguous(), None
 
 
 def _computed_in(query: Tensor) -> torch.dtype:
@@ -159,14 +173,14 @@ def attention_as(config: Any, name: str) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def hidden_states(decoder: Any, tree: PrefixTree) -> Tensor:
-    """(N, D), the last hidden states of a tree's tokens."""
+def hidden_states(decoder: Any, tree: PrefixTree, *, copies_keys: bool = False) -> Tensor:
+    """(N, D), the last hidden states of a tree's tokens. `copies_keys`: see `SharedTree`."""
     with attention_as(decoder.config, NAME):
         output = decoder(
             input_ids=tree.token_ids_N[None],
             position_ids=tree.positions_N[None],
             use_cache=False,
-            prefix_tree=SharedTree(tree),
+            prefix_tree=SharedTree(tree, copies_keys=copies_keys),
         )
     return output.last_hidden_state[0]
 

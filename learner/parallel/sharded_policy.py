@@ -108,6 +108,7 @@ class ShardedPolicy(PolicyModel):
         with torch.random.fork_rng(devices=[]):
             frozen = ShardedPolicy(self.settings, self.ranks, seed=0, path=self._path)
         frozen.selects_logprobs, frozen.may_fuse = self.selects_logprobs, self.may_fuse
+        frozen.copies_keys = self.copies_keys
         frozen.module.eval().requires_grad_(requires_grad=False)
         return frozen
 

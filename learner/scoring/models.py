@@ -153,7 +153,7 @@ class ScoringModels:
             changes = {"path": scorer.model, "lora": None, "gradient_checkpointing": False, "quantization": None}
             teacher = TeacherModel(self._settings.model.model_copy(update=changes), path)
             self._check_vocabulary(teacher.model, scorer.model, path)
-            teacher.model.may_fuse = self._policy.may_fuse
+            teacher.model.may_fuse, teacher.model.copies_keys = self._policy.may_fuse, self._policy.copies_keys
             self._teacher = teacher
         return self._teacher.model, self._teacher
 

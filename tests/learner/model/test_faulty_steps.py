@@ -252,7 +252,7 @@ def test_memory_that_runs_out_in_the_optimizer_step_ends_the_job_with_the_remedy
 def test_memory_that_runs_out_as_a_tree_is_tried_is_not_taken_for_a_model_without_trees(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hidden_states(decoder: Any, tree: Any) -> Any:
+    def hidden_states(decoder: Any, tree: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
     monkeypatch.setattr(tree_attention, "hidden_states", hidden_states)

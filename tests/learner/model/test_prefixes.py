@@ -147,15 +147,32 @@ def test_gradients_are_those_of_plain_forwards(name: str, dtype: torch.dtype, to
             assert (grads[key] - parameter.grad).abs().max() <= tolerance * scale + 1e-12, key
 
 
-def backward(model: Any, **options: Any) -> list[torch.Tensor]:
+def backward(model: Any, *, copies_keys: bool = False, **options: Any) -> list[torch.Tensor]:
     """Hidden states of a tree, and the gradients of all parameters."""
     rows = rows_of_groups()
     tree = tree_of([row.token_ids for row in rows], [row.mask for row in rows])
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, **{"enabled": False, **options}):
-        found = hidden_states(model.get_decoder(), tree)
+        found = hidden_states(model.get_decoder(), tree, copies_keys=copies_keys)
     (found * torch.linspace(-1, 1, found.numel(), dtype=found.dtype).reshape(found.shape)).sum().backward()
     return [found.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_copy_of_keys_for_each_query_head_changes_only_the_rounding_of_gradients(name: str) -> None:
+    model = made(CONFIGS[name](**SHAPE))
+    (shared, *gradients), (copied, *others) = backward(model), backward(model, copies_keys=True)
+    assert torch.equal(shared, copied)
+    for one, other in zip(gradients, others, strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+@pytest.mark.parametrize(("revision", "copies_keys"), [(11, True), (12, False)])
+def test_jobs_copy_keys_if_they_were_recorded_so(tiny_model: Path, revision: int, copies_keys: bool) -> None:
+    model = PolicyModel(ModelSettings(path=str(tiny_model), device="cpu"), seed=0)
+    model.compute_as(revision)
+    assert (model.copies_keys, model.frozen_copy().copies_keys) == (copies_keys, copies_keys)
+
 
 
 @pytest.mark.parametrize("is_low", [False, True])
