@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from rollstream.harness.config.jobs import MADE_ELSEWHERE
 from rollstream.schemas.config import AdapterSection, EvalSection, FinetuningSection, RunConfig
+from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.finetuning import CurriculumLearningConfig
-from rollstream.schemas.services import EngineSettings
 from rollstream.schemas.settings import CurriculumSettings, OptimizerSettings
 
 _STARTED_HERE = (
