@@ -40,8 +40,6 @@ class ServedModel(Settings):
 class EngineSettings(Settings):
     """Base of the settings of rollout engines: each kind has a class of its own, distinguished by `kind`."""
 
-    MEANINGLESS: ClassVar[tuple[str, ...]] = ()
-    """Keys that are accepted and change nothing."""
     LOADS_WEIGHTS: ClassVar[bool] = True
     """The engine can serve a model that the run trains."""
     READS_BASE_MODELS: ClassVar[bool] = False
@@ -54,6 +52,15 @@ class EngineSettings(Settings):
     def in_folder(self, folder: Path) -> Self:
         """These settings, with `folder` for the files of an engine that writes some and names no other folder."""
         return self
+
+    def unused(self, *, has_adapters: bool = True, has_full_weights: bool = True) -> dict[str, tuple[str, ...]]:
+        """Keys that were given but have no effect, by reason and remedy. `has_...`: whether it serves such weights."""
+        return {}
+
+    def _given(self, why: str, *names: str) -> dict[str, tuple[str, ...]]:
+        """Those of the keys that were given, by the reason; empty if none was."""
+        found = tuple(name for name in names if name in self.model_fields_set)
+        return {why: found} if found else {}
 
 
 class TransformersSettings(EngineSettings):
@@ -86,17 +93,29 @@ class TransformersSettings(EngineSettings):
         """Whether requests join between two forwards."""
         return self.batching == "continuous" and not self.deterministic
 
+    def unused(self, *, has_adapters: bool = True, has_full_weights: bool = True) -> dict[str, tuple[str, ...]]:
+        """See `EngineSettings`."""
+        of_continuous = ("prefix_cache_mb", "kv_cache_mb", "full_copies")
+        if self.deterministic:
+            why = "deterministic generates one request at a time, without caches; leave it out, or deterministic"
+            return self._given(why, "batching", "max_batch", *of_continuous)
+        if not self.is_continuous:
+            return self._given("batching is static; leave it out, or set batching: continuous", *of_continuous)
+        why = "two versions of an adapter need no second copy of the model; leave it out"
+        return {} if has_full_weights else self._given(why, "full_copies")
+
 
 class ScriptedSettings(TransformersSettings):
     """The engine without a model, for tests. It accepts the other one's keys: once they shared a class."""
 
     RECORDS_KEPT_IDS = False
-    MEANINGLESS = (
-        "device", "dtype", "deterministic", "threads", "max_batch", "batching", "prefix_cache_mb", "kv_cache_mb",
-        "full_copies",
-    )  # fmt: skip
 
     kind: Literal["scripted"] = "scripted"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def unused(self, *, has_adapters: bool = True, has_full_weights: bool = True) -> dict[str, tuple[str, ...]]:
+        """See `EngineSettings`."""
+        names = [name for name in TransformersSettings.model_fields if name != "kind"]
+        return self._given("the scripted engine does not use it; leave it out", *names)
 
 
 class InstalledEngineSettings(EngineSettings):
@@ -176,6 +195,17 @@ class VllmSettings(EngineSettings):
     def in_folder(self, folder: Path) -> Self:
         """See `EngineSettings`."""
         return self if self.folder is not None else self.model_copy(update={"folder": folder})
+
+    def unused(self, *, has_adapters: bool = True, has_full_weights: bool = True) -> dict[str, tuple[str, ...]]:
+        """See `EngineSettings`."""
+        found: dict[str, tuple[str, ...]] = {}
+        if self.base_urls:
+            found |= self._given("the servers of base_urls are started already; give --dtype to those", "dtype")
+        if not has_adapters:
+            found |= self._given("the run has no adapters; leave it out", "max_loras", "max_lora_rank")
+        if not has_full_weights and self.check_weights:
+            found |= self._given("it compares full weights, and the run has adapters; leave it out", "check_weights")
+        return found
 
 
 ENGINES: Mapping[str, type[EngineSettings]] = {

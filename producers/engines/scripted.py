@@ -186,5 +186,5 @@ class ScriptedEngine:
 
 
 def build(settings: ScriptedSettings) -> ScriptedEngine:
-    """Function of `EngineKind` that `table` calls. The settings change nothing: see `ScriptedSettings.MEANINGLESS`."""
+    """Function of `EngineKind` that `table` calls. The settings change nothing: see `ScriptedSettings.unused`."""
     return ScriptedEngine()
