@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.base import GenerationRequest
 from rollstream.producers.engines.transformers import TransformersEngine
+from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.services import TransformersSettings
 from rollstream.schemas.settings import ArtifactRef, Sampling
 
 GROUP = "bench/policy"

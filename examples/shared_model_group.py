@@ -16,6 +16,7 @@ from rollstream.harness.services.one_process import services
 from rollstream.learner.shared_model_group import FineTuneOptions, GroupAgent, SharedAgentParams, SharedModelGroup
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.transformers import TransformersEngine
+from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.events.recorded import (
     RecordedChat,
     RecordedReward,
@@ -23,7 +24,6 @@ from rollstream.schemas.events.recorded import (
     RecordedStep,
     RecordedTokens,
 )
-from rollstream.schemas.services import TransformersSettings
 from rollstream.schemas.settings import OptimizerSettings
 
 TIMEOUT_S = 300.0

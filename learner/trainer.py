@@ -81,9 +81,7 @@ class JobTrainer:
         with ranks.together(LOAD, job.model_dump_json().encode()):
             self.model = policy_of(self._settings.model, ranks, seed=seed, path=path)
         if self._settings.revision >= 2:
-            needs = algorithm.needs
-            compares = needs.behaviour or needs.reference or needs.proximal or needs.teacher
-            self.model.use_dropout(not compares)  # a ratio compares with log-probabilities computed without it
+            self.model.use_dropout(not algorithm.needs.compares_logprobs)
         self.model.compute_as(self._settings.revision)
         self._optimizer = make_optimizer(self.model.trainable(), self._settings.optimizer)
         self._reference: Reference | None = None

@@ -51,6 +51,11 @@ class Needs(Settings):
     named_rewards: bool = added(False)
     """Recorded rewards count by name, and not only the manifest's reward."""
 
+    @property
+    def compares_logprobs(self) -> bool:
+        """Whether the loss has ratios to other log-probabilities, which were computed without dropout."""
+        return self.behaviour or self.reference or self.proximal or self.teacher
+
 
 class AlgorithmSettings(Settings):
     """Settings common to all algorithms. Derive from this class for an algorithm of your own."""

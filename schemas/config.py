@@ -19,11 +19,12 @@ from pydantic import (
 from rollstream.schemas import ids
 from rollstream.schemas import services as section
 from rollstream.schemas.algorithms import Algorithm, GrpoSettings
+from rollstream.schemas.engine_settings import EngineBlock, TransformersSettings
 from rollstream.schemas.evaluators import DatasetSection
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from rollstream.schemas.kafka import KafkaSection
 from rollstream.schemas.league import LeagueSettings
-from rollstream.schemas.services import EndpointSection, EngineBlock, ModelGroupSection, TransformersSettings
+from rollstream.schemas.services import EndpointSection, ModelGroupSection
 from rollstream.schemas.settings import (
     MAX_MEMBERS,
     MAX_REFILLS,

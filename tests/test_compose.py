@@ -11,7 +11,8 @@ import yaml
 from rollstream.eventlog.broker.broker import PROPERTIES
 from rollstream.harness.services.serving import recording, settings_of
 from rollstream.producers.engines.vllm.child import Child
-from rollstream.schemas.services import ProducerSettings, ServiceSettings, VllmSettings
+from rollstream.schemas.engine_settings import VllmSettings
+from rollstream.schemas.services import ProducerSettings, ServiceSettings
 from rollstream.schemas.variables import expand
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,6 +17,8 @@ def test_a_block_that_is_repeated_counts_at_each_of_its_places() -> None:
     files = {"learner/a.py": ["one = 1", *block], "metrics/b.py": [*block, "two = 2"], "metrics/c.py": ["three = 3"]}
     assert repeated_blocks(files) == {"learner": 1, "metrics": 1}
     assert sum(repeated_blocks({"learner/a.py": block[1:3], "metrics/b.py": block}).values()) == 0
+    imported = ["from a import (", *(f"    name_{number}," for number in range(BLOCK_LINES)), ")"]
+    assert sum(repeated_blocks({"learner/a.py": imported, "metrics/b.py": imported}).values()) == 0
 
 
 def test_this_tree_has_a_row_for_each_top_folder_and_no_circle_and_no_branch() -> None:

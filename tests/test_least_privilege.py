@@ -23,10 +23,11 @@ from rollstream.harness.upkeep.dead_letters import Letter, read_letters
 from rollstream.learner.retention import Stored
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.openai import service as endpoint_service
+from rollstream.schemas.engine_settings import ScriptedSettings
 from rollstream.schemas.errors import AccessDeniedError
 from rollstream.schemas.events import RunStarted
 from rollstream.schemas.kafka import KafkaSettings
-from rollstream.schemas.services import EndpointSettings, ScriptedSettings
+from rollstream.schemas.services import EndpointSettings
 from tests.rigs.services.secured_broker import SecuredBroker, bindings_of, commands_in, secured_broker
 from tests.rigs.services.service_processes import CLI, NAMES, Running, running_services, write_config
 

@@ -14,10 +14,11 @@ from rollstream.harness.config.errors import explain
 from rollstream.harness.config.resolve import run_config_of, warn_unused
 from rollstream.harness.config.yaml import apply_overrides, read_yaml, with_run_options
 from rollstream.schemas.config import OURS, AdapterSection, ConfigFile, RunConfig, RunConfigurationSection
+from rollstream.schemas.engine_settings import ENGINES
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
 from rollstream.schemas.kafka import SECRETS
-from rollstream.schemas.services import ENGINES, ModelGroupSection
+from rollstream.schemas.services import ModelGroupSection
 from rollstream.schemas.settings import CurriculumSettings
 from rollstream.schemas.variables import as_written, conceal, conceal_variables, expand, variables_in
 

@@ -14,6 +14,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.algorithms import SftSettings, recorded
 from rollstream.schemas.base import Locator
 from rollstream.schemas.config import AdapterSection, BuilderSection, RunConfig
+from rollstream.schemas.engine_settings import OpenAISettings, ScriptedSettings
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events.recorded import RECORDED
 from rollstream.schemas.events.training import BatchMember
@@ -24,10 +25,8 @@ from rollstream.schemas.services import (
     EndpointSettings,
     LearnerSettings,
     MetricsSettings,
-    OpenAISettings,
     ProcessorSettings,
     ProducerSettings,
-    ScriptedSettings,
     ServiceSettings,
 )
 from rollstream.schemas.settings import (

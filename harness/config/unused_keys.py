@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rollstream.harness.config.jobs import MADE_ELSEWHERE
+from rollstream.harness.config.jobs import MADE_ELSEWHERE, served_models
 from rollstream.schemas.config import AdapterSection, EvalSection, FinetuningSection, RunConfig
+from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.finetuning import CurriculumLearningConfig
-from rollstream.schemas.services import EngineSettings
 from rollstream.schemas.settings import CurriculumSettings, OptimizerSettings
 
 _STARTED_HERE = (
@@ -71,7 +71,8 @@ def _of_builder(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
     if config.builder.services == "external":
         names = given(block, (*_STARTED_HERE, *_SERVICE_LIMITS))
         yield Unused(location, names, "services are external; give it to `rollstream serve`")
-    yield _engine(f"{location}.engine", block.engine)
+    else:
+        yield from _of_engine(f"{location}.engine", block.engine, config)
     algorithm = config.adapter.algorithm
     if not algorithm.needs.rewards:
         yield Unused(location, given(block, ["missing_score"]), f"{algorithm.name} needs no score")
@@ -98,10 +99,11 @@ def _of_adapter(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
         yield Unused(f"{location}.algorithm", names, why)
     yield from _of_optimizer(f"{location}.optimizer", adapter.optimizer)
     yield from _of_groups(f"{location}.model_groups", adapter)
+    yield from _of_dropout(location, config)
     if adapter.warm_start is not None:
         yield from _of_optimizer(f"{location}.warm_start.optimizer", adapter.warm_start.optimizer)
     if block.endpoint is not None:
-        yield _engine(f"{location}.endpoint.engine", block.endpoint.engine)
+        yield from _of_engine(f"{location}.endpoint.engine", block.endpoint.engine, config)
     if blocks.is_builder_ours and getattr(block, "retokenise", False):
         yield Unused(location, ("retokenise",), "it applies to builders of other packages; see environment_config")
     if why := _not_refilled(config):
@@ -142,6 +144,33 @@ def _of_groups(location: str, adapter: AdapterSection) -> Iterator[Unused]:
             yield Unused(f"{where}.algorithm", names, why)
         if group.optimizer is not None:
             yield from _of_optimizer(f"{where}.optimizer", group.optimizer)
+
+
+def _of_dropout(location: str, config: RunConfig) -> Iterator[Unused]:
+    """Dropout of adapters that is off in every job. A warm start is supervised and has it."""
+    adapter = config.adapter
+    jobs: dict[str, list[AdapterSection]] = {}
+    for name, one in config.trained().items():
+        group = adapter.model_groups.get(name)
+        is_own = group is not None and group.model is not None
+        jobs.setdefault(f"{location}.model_groups.{name}" if is_own else location, []).append(one.adapter)
+    for where, sections in jobs.items():
+        lora, algorithms = sections[0].model.lora, [one.algorithm for one in sections]
+        if lora is None or adapter.warm_start is not None or not all(one.needs.compares_logprobs for one in algorithms):
+            continue
+        compared = " and ".join(sorted({one.name for one in algorithms}))
+        why = f"{compared}: the loss compares log-probabilities that are computed without dropout; leave it out"
+        yield Unused(f"{where}.model.lora", given(lora, ["dropout"]), why)
+
+
+def _of_engine(location: str, engine: EngineSettings, config: RunConfig) -> Iterator[Unused]:
+    """`config`: its model groups, where the file tells them all, have adapters, full weights or both."""
+    league, groups = config.builder.league, config.by_group()
+    formats = {groups[name].adapter.model.lora is not None for name in groups.keys() - served_models(config).keys()}
+    if config.is_external or (league is not None and league.frozen):
+        formats = {True, False}
+    for why, names in engine.unused(has_adapters=True in formats, has_full_weights=False in formats).items():
+        yield Unused(location, names, why)
 
 
 def _of_optimizer(location: str, optimizer: OptimizerSettings) -> Iterator[Unused]:
@@ -218,10 +247,6 @@ def given(block: BaseModel, names: Iterable[str]) -> tuple[str, ...]:
         if name in block.model_fields_set
         and getattr(block, name) != fields[name].get_default(call_default_factory=True)
     )
-
-
-def _engine(location: str, engine: EngineSettings) -> Unused:
-    return Unused(location, given(engine, engine.MEANINGLESS), f"the {engine.kind} engine does not use it")
 
 
 def _reward(location: str, block: Any) -> Unused:

@@ -24,9 +24,9 @@ from rollstream.replay.source import RunEvents, of_type
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.config import RunConfig
+from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.errors import ConfigError, DecodeError, RunFailedError
 from rollstream.schemas.events import GroupClosed, RewardRecorded, RolloutFailed, StepRecorded, TaskRequested
-from rollstream.schemas.services import EngineSettings
 
 
 class Move(NamedTuple):

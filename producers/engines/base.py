@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 
 from rollstream.eventlog.files import base_sha256, tokenizer_sha256
 from rollstream.schemas.config import RunConfig
+from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptRefusedError, PromptTooLongError
 from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.events.weights import WeightsPublished
-from rollstream.schemas.services import EngineSettings
 from rollstream.schemas.settings import Sampling
 from rollstream.schemas.tokens import MAX_KEPT, KeptIds
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from rollstream.eventlog.http.http_json import HttpServer, RefusedError, proxy_of, shown
 from rollstream.producers.engines.base import CLOSED, Capabilities, Generation, GenerationRequest, check_prompt
+from rollstream.schemas.engine_settings import OpenAISettings
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.services import OpenAISettings
 
 _UNSUPPORTED = re.compile(r"Unsupported parameter: '(\w{1,40})' is not supported with this model")
 """The sentence by which OpenAI's API refuses a parameter (400); the code beside it varies."""

@@ -27,10 +27,10 @@ from rollstream.producers.engines.base import (
     max_new_tokens_of,
 )
 from rollstream.schemas import ids
+from rollstream.schemas.engine_settings import ScriptedSettings
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.events.weights import WeightsPublished
-from rollstream.schemas.services import ScriptedSettings
 
 SPECIALS = ("<pad>", "<end>", "<system>", "<user>", "<assistant>", "<tool>")
 UNKNOWN = "\ufffd"
@@ -186,5 +186,5 @@ class ScriptedEngine:
 
 
 def build(settings: ScriptedSettings) -> ScriptedEngine:
-    """Function of `EngineKind` that `table` calls. The settings change nothing: see `ScriptedSettings.MEANINGLESS`."""
+    """Function of `EngineKind` that `table` calls. The settings change nothing: see `ScriptedSettings.unused`."""
     return ScriptedEngine()

@@ -1,4 +1,4 @@
-"""Rollout engines by `engine.kind`: those of `schemas.services.ENGINES`, and those that installed packages add.
+"""Rollout engines by `engine.kind`: those of `schemas.engine_settings.ENGINES`, and those that installed packages add.
 
 A built-in kind is a row of that table and a module of this folder with the kind's name and a function `build`.
 A package names an `EngineKind` by an entry point of the group `rollstream.engines`. It is imported only in a process
@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from rollstream.producers.engines.base import Engine, EngineKind
 from rollstream.schemas.config import RunConfig
+from rollstream.schemas.engine_settings import ENGINES, EngineSettings
 from rollstream.schemas.errors import ConfigError, RollstreamError, describe, first_invalid, nearest
-from rollstream.schemas.services import ENGINES, EngineSettings
 from rollstream.schemas.users_code import load_installed
 from rollstream.schemas.variables import conceal, expand
 

@@ -25,9 +25,10 @@ from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.table import new_engine
 from rollstream.producers.openai.server import Endpoint, listening
 from rollstream.schemas import tokens
+from rollstream.schemas.engine_settings import OpenAISettings, TransformersSettings, VllmSettings
 from rollstream.schemas.events import StepRecorded, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
-from rollstream.schemas.services import EndpointSettings, OpenAISettings, TransformersSettings, VllmSettings
+from rollstream.schemas.services import EndpointSettings
 from rollstream.schemas.settings import ArtifactRef, LoraSettings, ModelSettings
 from tests.rigs.services.vllm_server import MAX_LORAS, VllmServer
 

@@ -15,7 +15,7 @@ from rollstream.learner.model.policy import make_deterministic
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.base import Engine, Generation, GenerationRequest
 from rollstream.producers.engines.transformers import TransformersEngine
-from rollstream.schemas.services import TransformersSettings
+from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.settings import LoraSettings, ModelSettings, Sampling
 from tests.contracts.engines import GROUP, MAX_LENGTH, recomputed, transformers
 from tests.rigs.grouped_batches import Scale, grouped, make_model, step

@@ -9,9 +9,9 @@ from typing import Literal
 
 from rollstream.producers import Capabilities, EngineKind, Generation
 from rollstream.producers.engines.scripted import ScriptedTokenizer
+from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events.rollouts import VersionSpan
-from rollstream.schemas.services import EngineSettings
 
 
 class ParrotSettings(EngineSettings):

@@ -7,8 +7,8 @@ from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.shared_model_group.parameters import SharedAgentParams
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.table import new_engine
+from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.services import TransformersSettings
 from rollstream.schemas.settings import ModelSettings, device_of
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from rollstream.eventlog.broker import guard
 from rollstream.eventlog.broker.broker import HOST, free_ports
 from rollstream.eventlog.broker.restarts import Restarts
+from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ConfigError, ModelError
-from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.variables import one_line
 
 OPTIONAL = "--enable-scale-out"

@@ -28,9 +28,9 @@ from rollstream.producers.engines.vllm.pool import Pool
 from rollstream.producers.engines.vllm.version_files import Client, Version, make_version, remove
 from rollstream.producers.engines.vllm.vllm_server import Server
 from rollstream.producers.engines.vllm.weight_sums import WeightSums
+from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.services import VllmSettings
 
 Served = tuple[str, str | None]
 """A base model, and the model group whose full weights take its place; None: adapters of any group."""

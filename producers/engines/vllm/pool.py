@@ -26,8 +26,8 @@ from rollstream.producers.engines.vllm.streamed import GivenTokens
 from rollstream.producers.engines.vllm.version_files import Version, restore
 from rollstream.producers.engines.vllm.vllm_server import Server
 from rollstream.schemas import ids
+from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ModelError, describe
-from rollstream.schemas.services import VllmSettings
 
 MAX_TRIES = 8
 """Maximum tries of one request, on servers that fail."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from rollstream.producers.engines.vllm.child import check_settings
 from rollstream.schemas.config import RunConfig
+from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.settings import LoraSettings
 
 ENDS = frozenset({"lm_head", "embed_tokens", "embed_out", "wte", "all-linear"})

@@ -19,9 +19,10 @@ from rollstream.harness.replays.what_if import what_if
 from rollstream.harness.runs.plan import open_run
 from rollstream.harness.runs.preflight import check_engines
 from rollstream.replay.source import read_run
+from rollstream.schemas.engine_settings import ScriptedSettings, TransformersSettings
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
-from rollstream.schemas.services import EndpointSettings, ProducerSettings, ScriptedSettings, TransformersSettings
+from rollstream.schemas.services import EndpointSettings, ProducerSettings
 from tests.rigs.installed_engine import PARROT, install
 
 

@@ -8,8 +8,8 @@ import torch
 from rollstream.learner.scoring.models import ScoringModels
 from rollstream.producers.engines.transformers import TransformersEngine
 from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.events import JobSucceeded, StepTrained
-from rollstream.schemas.services import TransformersSettings
 from rollstream.schemas.settings import ModelSettings, own_threads
 
 

@@ -19,8 +19,8 @@ from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.learner.worker import Worker
 from rollstream.producers.engines.model_cache import ModelCache
+from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.events import JobSubmitted, JobSucceeded, StepTrained
-from rollstream.schemas.services import TransformersSettings
 from rollstream.schemas.settings import LoraSettings, ModelSettings, OptimizerSettings
 from tests.learner.conftest import Lab
 from tests.producers.engines import engine_rig

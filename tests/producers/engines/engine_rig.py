@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from rollstream.producers.engines.base import GenerationRequest
 from rollstream.producers.engines.sampling import SamplingBatch, distribution
 from rollstream.producers.engines.transformers import TransformersEngine
+from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.services import TransformersSettings
 from rollstream.schemas.settings import ArtifactRef, Sampling
 
 GROUP, OTHER = "run-1/policy", "run-1/other"

@@ -9,9 +9,10 @@ import pytest
 
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.table import MEMBERS, new_engine, settings_of
+from rollstream.schemas.engine_settings import ENGINES, InstalledEngineSettings, ScriptedSettings
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import RolloutEnded
-from rollstream.schemas.services import ENGINES, InstalledEngineSettings, ProducerSettings, ScriptedSettings
+from rollstream.schemas.services import ProducerSettings
 from tests.producers.conftest import GROUP, published, task_of
 from tests.rigs.installed_engine import PARROT, install
 

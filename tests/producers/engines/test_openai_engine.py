@@ -16,8 +16,8 @@ from rollstream.producers.engines.openai import OpenAIEngine, TextTokenizer
 from rollstream.producers.engines.routed import RoutedEngine
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.rollout.conversation import Conversation
+from rollstream.schemas.engine_settings import OpenAISettings
 from rollstream.schemas.errors import ModelError, PromptTooLongError
-from rollstream.schemas.services import OpenAISettings
 from rollstream.schemas.settings import Sampling
 
 GROUP, KEY = "run-1/judge", "sk-very-secret"

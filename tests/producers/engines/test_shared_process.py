@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollstream.producers.engines.model_cache import ModelCache
-from rollstream.schemas.services import TransformersSettings
+from rollstream.schemas.engine_settings import TransformersSettings
 from tests.producers.engines.engine_rig import OTHER, adapter, noised, published, requests, run, together
 from tests.rigs.default_type import default_type
 

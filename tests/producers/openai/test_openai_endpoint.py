@@ -31,9 +31,10 @@ from rollstream.producers.engines.transformers import TransformersEngine
 from rollstream.producers.openai.keys import token_of
 from rollstream.producers.openai.requests import Refusal, parse_request
 from rollstream.producers.openai.service import endpoint_file, run
+from rollstream.schemas.engine_settings import ScriptedSettings, TransformersSettings
 from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.services import EndpointSettings, ScriptedSettings, TransformersSettings
+from rollstream.schemas.services import EndpointSettings
 
 GROUP = "run-1/policy"
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "3+4=?"}]
@@ -331,9 +332,8 @@ def test_unsupported_fields_of_a_request_are_refused_by_name(change, message):
 
 
 def test_a_request_of_nothing_but_defaults_and_nulls_is_taken():
-    request = parse_request(
-        json.dumps({"model": "policy", "messages": ASK, "stop": None, "seed": None, "frequency_penalty": 0}).encode()
-    )
+    asked = {"model": "policy", "messages": ASK, "stop": None, "seed": None, "frequency_penalty": 0}
+    request = parse_request(json.dumps(asked).encode())
     assert (request.stop, request.seed, request.sampling(9).max_new_tokens) == ((), None, 9)
     for body in (b"{", b"[]"):
         with pytest.raises(Refusal):

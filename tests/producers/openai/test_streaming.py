@@ -23,8 +23,8 @@ from rollstream.producers.openai.protocol import answer_of
 from rollstream.producers.openai.streaming import REPLACEMENT, TextStream
 from rollstream.producers.rollout.journal import Journal
 from rollstream.schemas import tokens
+from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.events.rollouts import VersionSpan
-from rollstream.schemas.services import TransformersSettings
 from tests.producers.conftest import answers
 from tests.producers.gateway.gateway_rig import play_outside
 from tests.producers.openai.test_openai_endpoint import ASK, serving

@@ -17,11 +17,12 @@ from rollstream.producers import service
 from rollstream.producers.attempt import refusal
 from rollstream.producers.engines.base import Capabilities
 from rollstream.producers.engines.scripted import ScriptedEngine
+from rollstream.schemas.engine_settings import ScriptedSettings
 from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError
 from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, WeightsPublished
 from rollstream.schemas.kafka import KafkaSection, KafkaSettings
 from rollstream.schemas.permissions import NOTHING, Permissions, named_by
-from rollstream.schemas.services import ProducerSettings, ScriptedSettings
+from rollstream.schemas.services import ProducerSettings
 from rollstream.schemas.settings import RolloutSettings
 from tests.producers import worker_rig as r
 

@@ -34,6 +34,7 @@ from rollstream.processors.host.app import Batch
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.service import run as produce
 from rollstream.schemas.base import Event
+from rollstream.schemas.engine_settings import ScriptedSettings
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
@@ -50,7 +51,7 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 from rollstream.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
-from rollstream.schemas.services import ProducerSettings, ScriptedSettings
+from rollstream.schemas.services import ProducerSettings
 from rollstream.schemas.settings import EXTERNAL
 
 E = TypeVar("E", bound=Event)

@@ -23,8 +23,8 @@ from rollstream.eventlog.broker.broker import HOST, free_ports
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.vllm.child import Child
 from rollstream.producers.engines.vllm.vllm_server import UNLABELLED
+from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.variables import expand
 from tests.producers.engines.engine_rig import published
 

@@ -4,6 +4,7 @@
 this tree.
 """
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,8 @@ from pathlib import Path
 from tests.rigs.sources.source_tree import ALLOWED, ONE_HOME, ROOT, SMALL_FILE_LINES, arrows
 
 BLOCK_LINES = 6
+IMPORTED_NAMES = re.compile(r"(?m)^ *from \S+ import \([^)]*\)")
+"""An import over several lines."""
 COLUMNS = (
     "folder",
     "modules",
@@ -99,7 +102,7 @@ def repeated_blocks(files: Mapping[str, list[str]]) -> Counter[str]:
 
 
 def _windows(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    code = [line.strip() for line in lines]
+    code = [line.strip() for line in IMPORTED_NAMES.sub("", "\n".join(lines)).splitlines()]
     code = [line for line in code if len(line) > 1 and not line.startswith(("#", "import ", "from ", '"""'))]
     for number in range(len(code) - BLOCK_LINES + 1):
         yield number, "\n".join(code[number : number + BLOCK_LINES])

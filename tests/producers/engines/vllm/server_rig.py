@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from rollstream.producers.engines.base import Generation, GenerationRequest
 from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.producers.engines.vllm.vllm_server import LOADING
+from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP, published
 

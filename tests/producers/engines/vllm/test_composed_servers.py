@@ -13,7 +13,7 @@ import yaml
 
 from rollstream.producers.engines.base import Generation
 from rollstream.producers.engines.vllm import VllmEngine
-from rollstream.schemas.services import VllmSettings
+from rollstream.schemas.engine_settings import VllmSettings
 from tests.producers.engines.vllm.server_rig import wait_until
 from tests.producers.engines.vllm.test_real_servers import LONG, check, is_same, is_sampling, request
 from tests.rigs.services.vllm_server import START_S, ComposedServer, lora_version, tiny_base

@@ -18,8 +18,8 @@ from rollstream.eventlog.broker import guard
 from rollstream.eventlog.http.http_json import HttpServer
 from rollstream.producers.engines.base import Generation, GenerationRequest
 from rollstream.producers.engines.vllm import VllmEngine
+from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.services import VllmSettings
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP
 from tests.producers.engines.vllm.server_rig import wait_until

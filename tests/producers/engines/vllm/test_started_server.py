@@ -13,8 +13,8 @@ import pytest
 
 from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.producers.engines.vllm.child import check_settings, environment
+from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.services import VllmSettings
 from tests.producers.engines.vllm.server_rig import (
     ALL,
     CHECK,
