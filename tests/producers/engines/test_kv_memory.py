@@ -1,4 +1,6 @@
-"""Memory for keys and values: requests wait for room, and rows that find none begin again instead of failing."""
+"""Memory for keys and values: requests wait for room, rows that find none begin again instead of failing, and query
+heads read the keys and values that they share in place.
+"""
 
 import asyncio
 
@@ -6,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rollstream.producers.engines.base import GenerationRequest
-from rollstream.producers.engines.kv_pool import KVPool, PoolShape, left_in_container
+from rollstream.producers.engines.kv_pool import PLAIN, SHARED_KEYS, KVPool, PoolShape, attend, left_in_container
 from rollstream.producers.engines.scheduling import JoinLimits, PoolCapacity, WaitingPrompt, joining, padded_length
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import Sampling
@@ -16,6 +19,7 @@ from tests.producers.engines.engine_rig import GROUP, one_by_one, published, run
 
 pytestmark = pytest.mark.timeout(60)
 SHAPE = PoolShape(1, 1, 1, torch.float32)
+NUM_ROWS, NUM_COLUMNS, WIDTH = 5, 37, 16
 
 
 def asked(length, seed, max_new_tokens, on_tokens=None):
@@ -166,3 +170,55 @@ def test_answers_arrive_without_memory_to_keep_them_for_later_prompts(folder, ve
     expected = ids_of(run(one_by_one(SHORT), load))
     monkeypatch.setattr(KVPool, "take", full)
     assert ids_of(run(together(SHORT), load)) == expected
+
+
+class Heads(torch.nn.Module):
+    """A layer as transformers' attention asks for it."""
+
+    is_causal = True
+
+    def __init__(self, num_key_value_groups):
+        super().__init__()
+        self.num_key_value_groups = num_key_value_groups
+
+
+def inputs(num_heads, num_groups, num_new, dtype=torch.float32):
+    """Query, key, value and mask; keys and values lie as in a pool, with room beside them."""
+    torch.manual_seed(0)
+    query = torch.randn(NUM_ROWS, num_new, num_heads, WIDTH, dtype=dtype).transpose(1, 2)
+    key, value = torch.randn(2, NUM_ROWS + 3, NUM_COLUMNS + 27, num_groups, WIDTH, dtype=dtype)[
+        :, :NUM_ROWS, :NUM_COLUMNS
+    ].transpose(2, 3)
+    positions = torch.tensor([3, 30, 12, 7, 36 - num_new])[:, None] + torch.arange(num_new)
+    return query, key, value, (torch.arange(NUM_COLUMNS) <= positions[:, :, None])[:, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_new", [1, 4])
+@pytest.mark.parametrize(("num_heads", "num_groups"), [(4, 2), (6, 2), (4, 1), (4, 4)])
+def test_attention_equals_that_with_a_copy_for_each_query_head(num_heads, num_groups, num_new, dtype):
+    query, key, value, mask = inputs(num_heads, num_groups, num_new, dtype)
+    module = Heads(num_heads // num_groups)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    found, _ = attend(module, query, key, value, mask, scaling=0.3)
+    assert found.shape == expected.shape
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected)
+
+
+def test_attention_without_a_mask_or_with_a_bias_is_that_of_transformers():
+    query, key, value, mask = inputs(4, 2, 4)
+    bias = torch.randn(1, 4, 4, NUM_COLUMNS)
+    for masked, options in ((None, {}), (mask, {"position_bias": bias})):
+        expected, _ = sdpa_attention_forward(Heads(2), query, key, value, masked, **options)
+        assert torch.equal(attend(Heads(2), query, key, value, masked, **options)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "attention"), [({}, SHARED_KEYS), ({"batching": "static"}, PLAIN), ({"deterministic": True}, PLAIN)]
+)
+def test_models_attend_so_in_continuous_batches_only(folder, versions, settings, attention):
+    async def used(engine):
+        return engine.module(GROUP).config._attn_implementation
+
+    assert run(used, (published(folder), versions(0)), **settings) == attention
