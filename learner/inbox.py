@@ -278,7 +278,7 @@ class Inbox:
                 return isinstance(event, RunEnded)
 
     async def _decoded(self, record: Record, of_run: Mapping[str, int] | None = None) -> Received | None:
-        """The event of a record; None if it is none, or of a kind that does not count here.
+        """The event of a record; None if it is not an event, or of a kind that does not count here.
 
         `of_run`: start offsets of the run that it is read for.
         """
