@@ -282,7 +282,7 @@ def _is_head(name: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _tensors_of(path: Path, inode: int, mtime_ns: int, size_bytes: int) -> dict[str, str] | None:
-    """sha256 of type, shape and bytes of each tensor of a safetensors file, by name; None if it is none."""
+    """sha256 of type, shape and bytes of each tensor of a safetensors file, by name; None for another file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:

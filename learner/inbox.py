@@ -278,7 +278,7 @@ class Inbox:
                 return isinstance(event, RunEnded)
 
     async def _decoded(self, record: Record, of_run: Mapping[str, int] | None = None) -> Received | None:
-        """The event of a record; None if it is none, or of a kind that does not count here.
+        """The event of a record; None if it is not an event, or of a kind that does not count here.
 
         `of_run`: start offsets of the run that it is read for.
         """
@@ -351,5 +351,5 @@ def check_next(job: JobSubmitted, published: WeightsPublished | None) -> None:
         raise ConfigError(
             f"job {job.job_id} begins at version {job.base_version} of {job.model_group}, but job "
             f"{published.job_id} has already published version {published.version}; submit the job from the newest "
-            f"version, or begin a new run with --fork {job.run_id}@{job.base_version}"
+            f"version, or begin a new run with --fork {ids.version_name(job.run_id, job.base_version)}"
         )

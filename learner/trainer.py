@@ -125,7 +125,7 @@ class JobTrainer:
                 raise ConfigError(f"{where} is an adapter of model {path} with other weights; restore its weight files")
             raise ConfigError(
                 f"{where} is an adapter of model {published.base_model}, not of {path}; give that model.path, or train "
-                f"on from `rollstream merge {published.run_id}@{published.version}`"
+                f"on from `rollstream merge {ids.version_name(published.model_group, published.version)}`"
             )
         for name in ("r", "lora_alpha", "use_rslora", "use_dora"):
             if (recorded := published.lora.get(name, own[name])) != own[name]:

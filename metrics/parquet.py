@@ -24,7 +24,7 @@ def pattern_of(path: Path) -> str:
 def read_parquet(path: Path) -> list[dict[str, Any]]:
     """Rows of a file in its order; bytes, which a writer that declares no strings leaves, as text.
 
-    Raises QueryError if it is none that DuckDB can read, or naming row and column of bytes that are not UTF-8.
+    Raises QueryError if DuckDB cannot read it, or naming row and column of bytes that are not UTF-8.
     """
     try:
         with duckdb.connect() as connection:

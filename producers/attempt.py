@@ -157,7 +157,7 @@ async def record_rollout(
         return
     message = recordable(permissions.conceal(failure.message))
     log.info("rollout failed rollout_id=%s cause=%s: %s", journal.rollout_id, failure.cause, message)
-    # without an id: who watches the run is shown each message once
+    # without an id: the terminal shows each message once
     log.error("%s%s", message, permissions.conceal(_traceback(failure.error)))
     await journal.fail(failure.cause, message, is_final=is_last)
 

@@ -52,7 +52,7 @@ class _NoExit(Coroutine[Any, Any, Any]):
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
 
-    def __getattr__(self, name: str) -> Any:  # its state and name, for who inspects a task
+    def __getattr__(self, name: str) -> Any:  # its state and name, for tools that inspect a task
         return getattr(self._coroutine, name)
 
     def __await__(self) -> Generator[Any, Any, Any]:

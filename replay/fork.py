@@ -75,7 +75,7 @@ async def _check_version(
 
 def format_fork(point: ForkPoint) -> str:
     """Format a fork point in the user's notation."""
-    return f"{point.run_id}{'/' * bool(point.model_group)}{point.model_group}@{point.version}"
+    return ids.version_name(point.run_id, point.version, point.model_group)
 
 
 async def _published(
@@ -103,7 +103,7 @@ async def _published(
     if not versions and others:
         raise ConfigError(
             f"{location}: run {point.run_id} has no model group {ids.name_of(group)}; it has {', '.join(others)}; name "
-            f"one as {point.run_id}/GROUP@{point.version}"
+            f"one as {ids.version_name(point.run_id, point.version, 'GROUP')}"
         )
     if not versions:
         raise ConfigError(f"{location}: run {point.run_id} has published no version yet; wait for its first one")

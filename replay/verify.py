@@ -190,7 +190,7 @@ async def compare_trajectories(
 
 
 def _compare_record(record: Record, named: list[tuple[str, str, str]], report: Report) -> None:
-    """Hold one record against everything that names it: who, trajectory and digest."""
+    """Hold one record against everything that names it: the name's source, trajectory and digest."""
     report.count("trajectories")
     try:
         found = codec.decode(record)

@@ -171,7 +171,7 @@ _PLAYER = re.compile(PLAYER)
 
 def player(group: str, version: int) -> str:
     """Name of a weight version as a player of matches; `group` is the full name of its model group."""
-    return f"{group}@{version}"
+    return version_name(group, version)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -191,6 +191,13 @@ def parsed_version(text: str) -> tuple[str, str, int] | None:
     """
     found = _VERSION.fullmatch(text)
     return None if found is None else (found["run"], found["group"] or "", int(found["version"]))
+
+
+def version_name(owner: str, version: int, group: str = "") -> str:
+    """`OWNER@VERSION`, which `parsed_version` reads; `owner`: id of a run, whose model group is named `group`, or of a
+    model group.
+    """
+    return f"{owner}/{group}@{version}" if group else f"{owner}@{version}"
 
 
 def run_of(key: str) -> str:

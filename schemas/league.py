@@ -14,8 +14,8 @@ FROZEN_VERSION = re.compile(r"((?P<run>[^@/\s]+)(/(?P<group>[^@/\s]+))?@)?(?P<ve
 class LeagueSettings(Settings):
     """Opponents: in some tasks the newest weights play one seat (agent), and others the seats beside it.
 
-    One task has the same opponents in all its rollouts. Who plays is drawn from the candidates, each as likely as the
-    others: the versions of the pool, scripted players and frozen versions.
+    One task has the same opponents in all its rollouts. The opponents are drawn from the candidates, each as likely as
+    the others: the versions of the pool, scripted players and frozen versions.
     """
 
     pool: int = Field(default=20, ge=0, le=1000)

@@ -153,7 +153,7 @@ class HttpServer:
         `on_part`: given the body of an event stream in pieces as they come; what it raises ends the request.
         """
         if self._session is None:
-            # The number of requests at a time is bounded by who asks.
+            # The callers bound the number of requests at a time.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector)
         bears = {"Authorization": f"Bearer {self._key}"} if self._key else {}

@@ -68,7 +68,7 @@ def merge(
     from rollstream.learner.model.export import export_merged
 
     export_merged(published, weights, output)
-    click.echo(f"{output}: {wanted.model_group}@{wanted.version}, {published.weights_format} weights")
+    click.echo(f"{output}: {wanted}, {published.weights_format} weights")
 
 
 def check_output(output: Path) -> None:
@@ -96,6 +96,5 @@ async def published_version(log: "EventLog", target: "Target") -> tuple["Weights
         return group.published[target.version], "" if collected is None else collected.reason
     kept = f"has {min(group.published)} to {max(group.published)}" if group.published else "has none"
     raise ConfigError(
-        f"{target.model_group}@{target.version}: there is no such version, the model group {kept}; `rollstream jobs` "
-        "lists runs and model groups"
+        f"{target}: there is no such version, the model group {kept}; `rollstream jobs` lists runs and model groups"
     )

@@ -1,7 +1,6 @@
 """Command `rollback`: asks for an earlier version of a model group; curation plans it and the learner publishes it."""
 
 import asyncio
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +24,10 @@ class Target(NamedTuple):
     model_group: str
     version: int
 
+    def __str__(self) -> str:
+        """`GROUP@VERSION`, as the command takes it."""
+        return ids.version_name(self.model_group, self.version)
+
     @property
     def run_id(self) -> str:
         """The run of the model group."""
@@ -35,8 +38,9 @@ class Target(NamedTuple):
         """Advice on beginning a new run from it."""
         name = ids.name_of(self.model_group)
         if name != ids.MODEL_GROUP:
-            return f"begin a new run with `model_groups.{name}.version: {self.model_group}@{self.version}`"
-        return f"begin a new run from it with `rollstream finetune --fork {self.run_id}@{self.version}`"
+            return f"begin a new run with `model_groups.{name}.version: {self}`"
+        fork = ids.version_name(self.run_id, self.version)
+        return f"begin a new run from it with `rollstream finetune --fork {fork}`"
 
 
 @click.command()
@@ -74,14 +78,14 @@ def rollback(
 
 def parse_target(text: str) -> Target:
     """`RUN@VERSION` or `RUN/NAME@VERSION`. Raises ConfigError."""
-    found = re.fullmatch(r"(?P<run>[^@\s/]+)(/(?P<name>[^@\s/]+))?@v?(?P<version>[0-9]{1,18})", text)
+    found = ids.parsed_version(text)
     if found is None:
         raise ConfigError(
             f"{text}: give a model group and a version as GROUP@VERSION, for example demo-1a2b3c@12 or "
             "demo-1a2b3c/policy@12"
         )
-    group = ids.model_group(found["run"], found["name"] or ids.MODEL_GROUP)
-    return Target(group, int(found["version"]))
+    run_id, name, version = found
+    return Target(ids.model_group(run_id, name or ids.MODEL_GROUP), version)
 
 
 async def rollback_request(
@@ -97,7 +101,7 @@ async def rollback_request(
     from rollstream.schemas.events import RollbackRequested
 
     progress = await look_up(log, target.run_id)
-    where = f"{target.model_group}@{target.version}"
+    where = str(target)
     job_id, job = _open_job(progress, target)
     assert job.submitted is not None
     group, collected = await versions_of(log, target.model_group, target.version)
@@ -134,7 +138,7 @@ def _open_job(progress: "Progress", target: Target) -> "tuple[str, JobProgress]"
     """The job that trains the model group now. Raises ConfigError if there is none."""
     from rollstream.schemas.settings import EXTERNAL, FROZEN
 
-    where = f"{target.model_group}@{target.version}"
+    where = str(target)
     if progress.ended is not None:
         raise ConfigError(f"{where}: run {target.run_id} has ended ({progress.ended.cause}); {target.fork}")
     jobs = {name: job for name, job in progress.jobs.items() if job.submitted is not None}

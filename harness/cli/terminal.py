@@ -9,6 +9,7 @@ from rollstream.harness.runs.follower import state_of
 from rollstream.harness.runs.progress import JobProgress, Progress
 from rollstream.metrics.sql.table import table
 from rollstream.schemas import ids
+from rollstream.schemas.settings import ForkPoint
 
 JOBS_COLUMNS = (
     *("run", "job", "kind", "state", "model_group", "algorithm"),
@@ -45,7 +46,7 @@ def runs_table(runs: Sequence[Progress]) -> str:
             ", ".join(f"{ids.name_of(name)} {job_state(progress, job)}" for name, job in progress.jobs.items()),
             max(0, progress.version + 1),
             _reward(progress),
-            _parent(progress),
+            _fork(progress.run.parent if progress.run else None),
         )
         for progress in runs
     ]
@@ -89,13 +90,12 @@ def _job_row(progress: Progress, job_id: str, job: JobProgress) -> tuple[object,
         job.num_planned,
         submitted.settings.num_versions,
         submitted.base_version,
-        f"{submitted.fork.run_id}@{submitted.fork.version}" if submitted.fork else "",
+        _fork(submitted.fork),
     )
 
 
-def _parent(progress: Progress) -> str:
-    parent = progress.run.parent if progress.run else None
-    return f"{parent.run_id}@{parent.version}" if parent else ""
+def _fork(point: ForkPoint | None) -> str:
+    return "" if point is None else ids.version_name(point.run_id, point.version, point.model_group)
 
 
 def _reward(progress: Progress) -> str:

@@ -95,7 +95,7 @@ class JobView:
 
 @dataclass(slots=True)
 class RunView:
-    """One run, as far as the log has been read. Mutable on purpose: who follows the log is its only writer."""
+    """One run, as far as the log has been read. Mutable on purpose: the reader of the log is its only writer."""
 
     jobs: dict[str, JobView] = field(default_factory=dict[str, JobView])
     claimed: set[str] = field(default_factory=set[str])

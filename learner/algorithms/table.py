@@ -278,7 +278,7 @@ class _Users(Algorithm):
 
 
 def _numpy_kind(value: Any) -> str:
-    """The kind of numpy type that a value, or what is in it, has; empty if it is none for an array."""
+    """The kind of numpy type that a value, or what is in it, has; empty if an array cannot hold it."""
     try:
         return np.asarray(value).dtype.kind
     except Exception:  # noqa: BLE001 -- ragged lists, tensors with a gradient or on a GPU, and others' classes

@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from rollstream.eventlog.files import base_sha256, beside, write_whole
+from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.settings import MODEL_LOADING, LoraSettings, ModelSettings
@@ -99,7 +100,7 @@ def _save_merged(published: WeightsPublished, path_to_weights: Path, folder: Pat
     from rollstream.learner.model.policy import PolicyModel, from_bytes
 
     disable_progress_bar()
-    where = f"weights {path_to_weights} of {published.model_group}@{published.version}"
+    where = f"weights {path_to_weights} of {ids.version_name(published.model_group, published.version)}"
     settings = ModelSettings(path=published.base_model, lora=_lora_of(published.lora or {}, where), device="cpu")
     policy = PolicyModel(settings, seed=0)
     if not published.is_above(base_sha256(published.base_model, published.base_sha256), published.base_model):

@@ -31,7 +31,7 @@ POLL_S = 1.0
 """Wait for records at the log's end; a service that is asked to end waits as long at most."""
 PAUSE_S = 2.0
 """Between two rounds when the log's end is reached, so that transactions are few and large: to plan one costs DuckDB
-tens of milliseconds. Who queries wakes the projector."""
+tens of milliseconds. A query wakes the projector."""
 
 
 def project(

@@ -96,5 +96,5 @@ def dead_letter_row(record: Record) -> Row:
 
 
 def _number(text: str | None) -> int | None:
-    """A number in a header, which another program may have written; None if it is none, or no BIGINT can hold it."""
+    """A number in a header, which another program may have written; None for other text, or too large a number."""
     return int(text) if text and text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else None

@@ -111,7 +111,7 @@ def check_prompt(request: GenerationRequest, *, num_token_ids: int) -> None:
 def max_new_tokens_of(request: GenerationRequest, max_length: int | None, model: str) -> int:
     """Most tokens that may be sampled of a model that takes sequences of `max_length` tokens (None: any).
 
-    Raises PromptTooLongError if that is none.
+    Raises PromptTooLongError if the prompt leaves room for none.
     """
     length, wanted = len(request.prompt_ids), request.sampling.max_new_tokens
     if max_length is None:

@@ -104,7 +104,7 @@ class KVPool(Cache):
         self.put(targets, self._data, sources, width)
 
     def blank(self, slots: Sequence[int]) -> None:
-        """Set rows to zero: a number that is none would spoil whoever comes after, mask or not."""
+        """Set rows to zero: a NaN would spoil the rows that come after, masked or not."""
         self._data[:, :, self._tensor(slots)] = 0
 
     def for_decode(self, lengths_B: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -147,7 +147,7 @@ def _feed(transport: asyncio.SubprocessTransport, task: bytes) -> None:
 
 
 def environment_of(name: str) -> type[CommandEnvironment]:
-    """The environment that runs a command. Raises ConfigError for a line that is none."""
+    """The environment that runs a command. Raises ConfigError for a line that is not a command."""
     try:
         program = tuple(shlex.split(name.removeprefix(COMMAND)))
     except ValueError as error:

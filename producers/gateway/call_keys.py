@@ -65,7 +65,7 @@ class _Call:
 
 
 class RememberedCalls:
-    """The calls of one rollout by their identity: who asks again gets what was answered, or waits for it.
+    """The calls of one rollout by their identity: a repeated call gets the answer that was given, or waits for it.
 
     A call that fails is forgotten, so they are as many as the rollout has answered calls, which `max_turns` bounds, and
     calls under way.

@@ -330,7 +330,7 @@ class RolloutGateway(Routes):
         return json_response(description)
 
     async def _next(self, key: str) -> PlayedRollout:
-        """`key`: whoever asks again under it gets the same rollout again, also who waits under it a second time."""
+        """`key`: a client that asks again under it gets the same rollout, as does one that waits under it twice."""
         async with self._claiming:
             while (rollout := self._claimed_under(key)) is None and not self._claimable:
                 await self._claiming.wait()

@@ -260,7 +260,7 @@ class PlayedRollout:
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._working.discard(task)
         if not task.cancelled():
-            task.exception()  # who asked may have hung up
+            task.exception()  # the client may have hung up
 
     async def _give(self, value: float, name: str, step_index: int | None, agent: str | None) -> None:
         await self.session.reward(value, name, step_index, agent)

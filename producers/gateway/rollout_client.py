@@ -165,7 +165,7 @@ class RemoteRollout:
 
     @classmethod
     def of_program(cls, env: Mapping[str, str] = os.environ) -> Self:
-        """The rollout of a program that `environment: command:...` runs. Raises ConfigError if this is none.
+        """The rollout of a program that `environment: command:...` runs. Raises ConfigError in another program.
 
         A task that is too large for a variable is read from standard input.
         """
@@ -263,7 +263,7 @@ class GatewayClient:
     async def claim(self, wait_s: float = 30.0, *, idempotency_key: str = "") -> RemoteRollout | None:
         """The next rollout that nobody plays, None if there is none within `wait_s` (0 to 600).
 
-        Who claims again under the same key gets the same rollout again. One that ends while it is claimed is passed
+        A second claim under the same key gets the same rollout again. One that ends while it is claimed is passed
         over, and the time begins again. While the learner is behind (`follow_lag`), it is asked again as long as
         `Retries` says; then the answer is None. Raises GatewayError.
         """

@@ -95,7 +95,7 @@ def check_league(
 
 
 def frozen_player(written: str, model_group: str) -> str:
-    """The player that an entry of `league.frozen` names for a seat of a model group. Raises ValueError if it is none.
+    """The player that an entry of `league.frozen` names for a seat of a model group. Raises ValueError for other text.
 
     What the entry leaves out is the model group's own: its run, and its name there.
     """

@@ -42,7 +42,7 @@ class Access:
         self._hosts = frozenset(name.lower() for name in names) if is_checked else None
 
     def check(self, method: str, headers: Mapping[str, str]) -> str:
-        """Returns who calls: whoever has the token, or where none is needed whoever sends these keys.
+        """Returns a name of the caller: the one with the token, or, where none is needed, the one with these keys.
 
         Raises Refusal: 403 for a page or another host, 401 without the token, 415 for a body that is not JSON.
         """

@@ -137,7 +137,7 @@ class ResponsesRequest(_Given):
 
     @functools.cached_property
     def offered(self) -> dict[tuple[bool, str], NamedTool]:
-        """Tools of the request, then those of its items. Raises Refusal (400) for one that is none."""
+        """Tools of the request, then those of its items. Raises Refusal (400) for an item that is not a tool."""
         items = [] if isinstance(self.input, str) else self.input
         added = [tool for number, item in enumerate(items) for tool in _additional(item, f"input.{number}")]
         return offered_tools.named([*self.tools, *added])

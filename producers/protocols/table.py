@@ -1,7 +1,7 @@
 """Protocols by name: built-in ones, registered ones and `python:module.Name`.
 
-A package registers its own in a module that an entry point of the group `rollstream.components` names. Who calls
-`protocol` with a name from a record must have checked that its process allows `python:` names.
+A package registers its own in a module that an entry point of the group `rollstream.components` names. Before a
+name from a record is given to `protocol`, the caller checks that the process allows `python:` names.
 """
 
 from collections.abc import Callable, Mapping

@@ -107,7 +107,7 @@ class Reply:
 
 
 def plain(value: Any, what: str) -> Any:
-    """A copy of a JSON value, as the log will hold it. Raises EnvironmentRunError if it is none."""
+    """A copy of a JSON value, as the log will hold it. Raises EnvironmentRunError for another value."""
     try:
         return orjson.loads(orjson.dumps(value))
     except (orjson.JSONEncodeError, orjson.JSONDecodeError) as error:

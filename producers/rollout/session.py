@@ -138,7 +138,7 @@ class Session:
         sent = plain_messages(messages)
         prompt = self._prompt(self._conversation(agent, group), sent, group, asked)
         self._journal.share_input(sent, prompt.prefix)
-        seeds = self._take_turn(agent, num)  # of what leaves no step: none, for who goes on from the log
+        seeds = self._take_turn(agent, num)  # a call that leaves no step takes no seed: it is not in the log either
         step_indices = [self._journal.open_step() for _ in seeds]
         began_ms = self._journal.clock()
         try:

@@ -92,7 +92,7 @@ def _parsed_message(text: str) -> Message:
 
 
 def _message(raw: Any) -> Message | None:
-    """One message of any framework; None if it is none."""
+    """One message of any framework; None if it is not a message."""
     if not isinstance(raw, Mapping):
         return None
     role = raw.get("role") or raw.get("type")
@@ -172,5 +172,5 @@ def at(raw: Any, *keys: str) -> Any:
 
 
 def first(raw: Any) -> Any:
-    """The first of a list; None if it is none or empty."""
+    """The first of a list; None if it is empty or not a list."""
     return raw[0] if isinstance(raw, list) and raw else None

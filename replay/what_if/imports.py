@@ -3,8 +3,8 @@
 Trajectories keep their ids and digests; manifests name them by their new positions, so that the what-if can be replayed
 from the log alone. What closed groups or manifests of the log name already is used where it lies.
 
-Order: 1. artifacts are stored, 2. trajectories are sent and acknowledged, 3. the run that names them is written, by who
-calls. What a crash before 3 leaves is named by nobody.
+Order: 1. artifacts are stored, 2. trajectories are sent and acknowledged, 3. the caller writes the run that names
+them. What a crash before 3 leaves is named by nobody.
 """
 
 from collections.abc import AsyncIterator, Sequence

@@ -12,7 +12,7 @@ Purpose = Literal["train", "validation"]
 Policy = Literal["model", "demonstration", "external"]
 JsonObject = dict[str, Any]
 """JSON values by name. Neither copied nor looked at, since what is read was parsed from JSON, and what is written is
-refused by the codec if it is none: pydantic's JsonValue costs more than all other fields of a step together.
+refused by the codec if JSON cannot hold it: pydantic's JsonValue costs more than all other fields of a step together.
 """
 
 

@@ -131,7 +131,7 @@ def play(tmp_path):
     return start
 
 
-# ---- the transformers engine; torch is imported only for who asks ----
+# ---- the transformers engine; torch is imported only for tests that ask for it ----
 
 
 @pytest.fixture(scope="module")

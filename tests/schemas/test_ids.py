@@ -16,6 +16,17 @@ def test_ids_name_what_they_stand_for() -> None:
     assert ids.run_of(group) == "run-1"
 
 
+def test_a_versions_name_is_read_as_it_is_written() -> None:
+    assert ids.version_name("run-1", 12) == "run-1@12"
+    group = ids.model_group("run-1", "critic")
+    assert ids.version_name(group, 12) == ids.version_name("run-1", 12, "critic") == ids.player(group, 12)
+    for name, parts in (("run-1@12", ("run-1", "", 12)), ("run-1/critic@12", ("run-1", "critic", 12))):
+        assert ids.parsed_version(name) == parts
+        run_id, model_group, version = parts
+        assert ids.version_name(run_id, version, model_group) == name
+    assert ids.parsed_version("run-1/critic/x@12") is None
+
+
 def test_fresh_runs_differ() -> None:
     assert len({ids.new_run_id("demo") for _ in range(100)}) == 100
 

@@ -298,7 +298,7 @@ class Pool:
                 await self._leave(member, error)
             except ModelError as error:
                 await self._refuse(member, error)
-            await asyncio.sleep(STARTING_S)  # who is woken by failures must not ask without end
+            await asyncio.sleep(STARTING_S)  # failures set `doubt` again and again
 
     async def _give(self, member: PoolMember, version: Version) -> None:
         """Let a server take over a version. Raises TryAgainError, LostVersionError, ModelError.

@@ -137,7 +137,7 @@ class ServerCalls:
                 await self.post("/resume", limit=self.health_limit)
             except TryAgainError as error:
                 if not left or isinstance(error, UnreachableError) or is_down():
-                    raise  # who reaches it again resumes it
+                    raise  # it is resumed once it is reached again
                 await asyncio.sleep(POLL_S)
             else:
                 return

@@ -46,6 +46,8 @@ def test_a_row_has_the_submitted_job_and_its_progress(script: SimpleNamespace) -
     assert row(script, begun, *trained)[3:] == ["running", "run-1/policy", "grpo", "2", "0", "7", "4"]
     fork = ForkPoint(run_id="parent", version=12)
     assert row(script, base_version=0, fork=fork)[-2:] == ["0", "parent@12"]
+    of_group = fork.model_copy(update={"model_group": "critic"})
+    assert row(script, base_version=0, fork=of_group)[-1] == "parent/critic@12"
 
 
 @pytest.mark.parametrize(

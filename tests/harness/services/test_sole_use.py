@@ -1,4 +1,4 @@
-"""Two sets of services in one consumer group, or of one name: refused with who it is; a killed one is waited for."""
+"""Two sets of services in one consumer group, or of one name: refused by name; a killed one is waited for."""
 
 import asyncio
 import os

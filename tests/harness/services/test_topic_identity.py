@@ -1,4 +1,4 @@
-"""A topic that was deleted and created again is known by its id, by who conducts runs and by every service."""
+"""A topic that was deleted and created again is known by its id, to commands that conduct runs and to services."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A producers process that is killed with SIGKILL before it answers what the log has: who asks again is answered."""
+"""A producers process that is killed with SIGKILL before it answers what the log has: a second request is answered."""
 
 import asyncio
 from typing import Any
