@@ -23,25 +23,27 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.recorded_scores import scored
 from benchmarks.trl_settings import fastest, rows_tried
 from rollstream.learner.algorithms import table
 from rollstream.learner.algorithms.base import BatchView, Member, Row
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
 from rollstream.learner.model.prefixes import tree_of
-from rollstream.learner.model.step import train_batch
+from rollstream.learner.model.step import StepResult, micro_batch_tokens, train_batch
 from rollstream.learner.model.tree_attention import hidden_states
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, SftSettings
+from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.permissions import NOTHING
-from rollstream.schemas.settings import JobSettings, ModelSettings
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings
 
 SIZES: dict[str, dict[str, int]] = {
     "0.3M": {"hidden_size": 96, "num_layers": 3, "intermediate_size": 256},
@@ -49,12 +51,14 @@ SIZES: dict[str, dict[str, int]] = {
 }
 GROUPS = {"0.3M": 8, "20M": 2}
 GROUP, STEPS = 8, 3
-KINDS = ("grpo", "dpo", "sft")
+ALGORITHMS = {"grpo": GrpoSettings, "dpo": DpoSettings, "sft": SftSettings}
+KINDS = tuple(ALGORITHMS)
 LENGTHS = ("fixed", "realistic")
 SYSTEMS = ("rollstream", "trl", "bare")
 Texts = list[tuple[str, list[str]]]
 Tokens = list[tuple[list[int], list[list[int]]]]
 Costs = dict[str, float]
+Step = Callable[[int], StepResult]
 
 
 def texts_of(groups: int, lengths: str) -> Texts:
@@ -77,16 +81,19 @@ def batch_of(texts: Texts, tokenizer: Any, kind: str) -> BatchView:
     for group, (prompt, answers) in enumerate(texts):
         for index, answer in enumerate(answers):
             ids = [*tokenizer(prompt)["input_ids"], *tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
-            mask = np.arange(len(ids)) >= len(prompt)
-            rows.append(Row(np.asarray(ids, np.int32), mask, np.where(mask, -4.5, 0).astype(np.float32), len(members)))
-            members.append(Member(f"g{group}", "agent", reward=float(index % 2)))
+            mask, length = np.arange(len(ids)) >= len(prompt), len(ids) - len(prompt)
+            spans = (VersionSpan(model_group="bench/main", version=0, length=length),)
+            parts = (Completion(start=len(prompt), length=length, step_index=0, spans=spans),)
+            logprobs = np.where(mask, -4.5, 0).astype(np.float32)
+            rows.append(Row(np.asarray(ids, np.int32), mask, logprobs, len(members), parts))
+            members.append(Member(f"g{group}", agent="agent", reward=float(index % 2)))
     if kind != "dpo":
         return BatchView(rows, members)
     pairs = [(index + 1, index) for index in range(0, len(rows), 2)]
     return BatchView(rows, members, pairs, [1.0] * len(pairs))
 
 
-def timed(step: Callable[[int], None]) -> Costs:
+def timed(step: Callable[[int], object]) -> Costs:
     """Medians of some steps after a first one that is not counted."""
     cpu_s, wall_s, held = [], [], peak()
     for index in range(STEPS + 1):
@@ -97,34 +104,36 @@ def timed(step: Callable[[int], None]) -> Costs:
     return {"cpu_s": statistics.median(cpu_s[1:]), "wall_s": statistics.median(wall_s[1:]), "peak_mib": peak() - held}
 
 
-def ours(folder: str, kind: str, texts: Texts, *, max_tokens: int | None = None, checkpointed: bool = False) -> Costs:
-    """The learner's own step. `max_tokens`: of a micro-batch; the learner's default without it."""
+def ours(folder: str, kind: str, texts: Texts, **options: Any) -> Costs:
+    """The learner's own step, see `our_step`."""
+    return timed(our_step(folder, kind, texts, **options))
+
+
+def our_step(
+    folder: str, kind: str, texts: Texts, *, max_tokens: int | None = None, checkpointed: bool = False
+) -> Step:
+    """The step of a new run by its number: a reference's log-probabilities are computed before it, and the policy is
+    compared with the one that sampled (version 0). `max_tokens`: of a micro-batch; the learner's default without it.
+    """
     from transformers import AutoTokenizer
 
-    settings = {"grpo": GrpoSettings, "dpo": DpoSettings, "sft": SftSettings}[kind]
-    algorithm = settings(max_tokens_per_micro_batch=max_tokens)
+    algorithm = ALGORITHMS[kind](max_tokens_per_micro_batch=max_tokens)
     model_settings = ModelSettings(path=folder, device="cpu", gradient_checkpointing=checkpointed)
-    job = JobSettings(kind=algorithm.kind, model=model_settings, algorithm=algorithm, revision=4)
+    job = JobSettings(kind=algorithm.kind, model=model_settings, algorithm=algorithm, revision=NEWEST_REVISION)
     model = PolicyModel(job.model, seed=0)
     model.use_dropout(False)
-    reference = Reference(model, model.weights_bytes(), "base") if kind == "dpo" else None
+    model.compute_as(job.revision)
+    reference = Reference(model, model.weights_bytes(), "base") if algorithm.needs.reference else None
     optimizer = make_optimizer(model.trainable(), job.optimizer)
     batch = batch_of(texts, AutoTokenizer.from_pretrained(folder), kind)
-    return timed(
-        lambda index: (
-            train_batch(
-                model,
-                optimizer,
-                batch,
-                table.algorithm(kind, NOTHING),
-                job,
-                index=index,
-                seed=index,
-                reference=reference,
-            )
-            and None
-        )
-    )
+    of_forward, chosen = micro_batch_tokens(job, model.device), table.algorithm(kind, NOTHING)
+
+    def step(index: int) -> StepResult:
+        rows = scored(batch.rows, "reference", reference, of_forward) if reference else batch.rows
+        given = replace(batch, rows=rows)
+        return train_batch(model, optimizer, given, chosen, job, index=index, seed=index, version=0)
+
+    return step
 
 
 def bare(folder: str, kind: str, texts: Texts) -> Costs:

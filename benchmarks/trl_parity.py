@@ -2,11 +2,11 @@
 
     make parity    # or: .venv-bench/bin/python -m benchmarks.trl_parity --output FILE
 
-Ours are those of the learner's whole step (`train_batch`), TRL's those of its trainers' `compute_loss`: both have the
-same tiny model, prompts of different lengths, answers, behaviour log-probabilities and rewards, and make of them what
-they make of a batch. Gradients are those of all parameters. Rewards are in the hundreds, where what TRL adds to a
-deviation (1e-4) and we do (1e-6) do not count. A row with `differs` means something else by design, as it says: its
-errors are shown, not judged.
+Ours are those of the learner's whole step in new runs (`train_batch`, behind the scores that are recorded before it),
+TRL's those of its trainers' `compute_loss`: both have the same tiny model, prompts of different lengths, answers,
+behaviour log-probabilities and rewards, and make of them what they make of a batch. Gradients are those of all
+parameters. Rewards are in the hundreds, where what TRL adds to a deviation (1e-4) and we do (1e-6) do not count. A row
+with `differs` means something else by design, as it says: its errors are shown, not judged.
 """
 
 import argparse
@@ -16,13 +16,13 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.recorded_scores import scored
 from benchmarks.trl_losses import (
     GROUP,
     GROUPS,
@@ -44,12 +44,15 @@ from rollstream.learner.model.aggregation import aggregated, corrected_rows
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
 from rollstream.learner.model.step import train_batch
+from rollstream.learner.scoring.models import TeacherModel
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.events.rollouts import Completion
 from rollstream.schemas.permissions import NOTHING
 from rollstream.schemas.policy_gradient import OverlongSettings
-from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings, OptimizerSettings
 
+ALL_TOKENS = 100_000
+"""Tokens of a micro-batch that holds the whole batch."""
 LIMIT = 1e-5
 PRECISE = 1e-12
 
@@ -93,27 +96,29 @@ class Watched(Algorithm):
     def value(self) -> float:
         """The loss of the one micro-batch."""
         ((found, tokens),) = self.seen
-        num = {"tokens": len(tokens.logprobs_N), "sequences": len(tokens.chosen_K) or len(tokens.lengths_B)}
-        count = num.get(self.normaliser.by, self.normaliser.value)
+        num_rows, value = len(tokens.chosen_K) or len(tokens.lengths_B), self.normaliser.value
+        counts = {"tokens": len(tokens.logprobs_N), "sequences": num_rows, "row_length": num_rows * value}
+        count = counts.get(self.normaliser.by, value)
         return aggregated(corrected_rows(found, tokens), tokens, self.normaliser, count).item()
 
 
 def ours(case: Case, inputs: Inputs) -> Found:
     """The learner's step, whose gradient is left as it is."""
-    chosen = case.settings.model_copy(update={"max_tokens_per_micro_batch": 100_000})
+    chosen = case.settings.model_copy(update={"max_tokens_per_micro_batch": ALL_TOKENS})
     model_settings = ModelSettings(path=inputs.policy, device="cpu")
     optimizer = OptimizerSettings(max_grad_norm=1e9)
-    job = JobSettings(kind=chosen.kind, model=model_settings, algorithm=chosen, optimizer=optimizer, revision=4)  # pyright: ignore[reportArgumentType]
+    how: dict[str, Any] = {"kind": chosen.kind, "algorithm": chosen, "revision": NEWEST_REVISION}
+    job = JobSettings(model=model_settings, optimizer=optimizer, **how)
     model = PolicyModel(model_settings, seed=0)
     model.use_dropout(False)
-    base = PolicyModel(ModelSettings(path=inputs.reference, device="cpu"), seed=0)
-    reference = Reference(model, base.weights_bytes(), "base") if chosen.needs.reference else None
+    model.compute_as(job.revision)
     values = inputs.current if case.on_policy else inputs.behaviour
     rows = [row_of(inputs, index, values) for index in range(len(inputs.answers))]
+    other = TeacherModel(ModelSettings(path=inputs.reference, device="cpu"), inputs.reference)
     if chosen.needs.teacher:
-        rows = with_scores(rows, inputs, "teacher")
-    if chosen.name == "kto":
-        rows = with_scores(rows, inputs, "reference")
+        rows = scored(rows, "teacher", other, ALL_TOKENS)
+    if chosen.needs.reference:
+        rows = scored(rows, "reference", Reference(model, other.model.weights_bytes(), "base"), ALL_TOKENS)
     members = [
         Member(
             f"g{index // GROUP}",
@@ -135,19 +140,8 @@ def ours(case: Case, inputs: Inputs) -> Found:
         job,
         index=0,
         seed=0,
-        reference=reference,
     )
     return Found(watched.value(), flat(model.module))
-
-
-def with_scores(rows: list[Row], inputs: Inputs, role: str) -> list[Row]:
-    """Rows with the log-probabilities of the reference as the scores of `role`."""
-    found: list[Row] = []
-    for row, known in zip(rows, logprobs_of(inputs.reference, inputs.prompts, inputs.answers), strict=True):
-        scores = np.zeros(len(row.token_ids), np.float32)
-        scores[row.mask] = known
-        found.append(replace(row, scores={role: scores}))
-    return found
 
 
 def made_inputs(folder: Path) -> Inputs:

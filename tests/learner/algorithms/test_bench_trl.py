@@ -1,5 +1,6 @@
 """The comparison with TRL: which micro-batches it tries, and a step of each system as small as can be."""
 
+import math
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -36,6 +37,18 @@ def test_a_pass_of_each_system_gives_seconds_and_a_peak(tmp_path: Path, monkeypa
     if find_spec("trl"):
         passes += [bench_trl.trl(str(folder), "sft", texts, rows) for rows in (1, 8)]
     assert all(costs["cpu_s"] > 0 and costs["peak_mib"] >= 0 for costs in passes)
+
+
+def test_a_step_trains_each_answer_by_the_rules_of_new_runs(tmp_path: Path) -> None:
+    folder, texts = str(make_tiny_model(tmp_path / "model", max_length=256)), bench_trl.texts_of(1, "fixed")
+    metrics = {kind: bench_trl.our_step(folder, kind, texts)(0).metrics for kind in bench_trl.KINDS}
+    lengths = [len(answer) + 1 for _, answers in texts for answer in answers]
+    for kind, found in metrics.items():
+        assert (found["tokens/sequences"], found["tokens/completion"]) == (len(lengths), sum(lengths))
+        assert ("mismatch/kl" in found) == (kind == "grpo"), "only losses with ratios compare the policies"
+    assert metrics["dpo"]["loss/total"] == pytest.approx(math.log(2))
+    both = metrics["dpo"]["dpo/chosen_logprob"] + metrics["dpo"]["dpo/rejected_logprob"]
+    assert metrics["sft"]["loss/total"] == pytest.approx(-both * len(lengths) / 2 / sum(lengths))
 
 
 @pytest.mark.slow
