@@ -38,9 +38,11 @@ def make_tiny_model(
     intermediate_size: int = 136,
     max_length: int = 512,
     initializer_range: float = 0.1,
+    is_tied: bool = True,
 ) -> Path:
     """A transformers folder with model and tokenizer; equal arguments give equal bytes, and a made one is kept.
 
+    `is_tied`: whether the head has the weights of the embeddings; else it has its own, which are equal to begin with.
     Raises ModelError if `folder` holds something else.
     """
     shape: dict[str, Any] = {
@@ -49,6 +51,7 @@ def make_tiny_model(
         "intermediate_size": intermediate_size,
         "max_position_embeddings": max_length,
         "initializer_range": initializer_range,
+        **({} if is_tied else {"tie_word_embeddings": False}),
     }
     stamp = json.dumps({"made_by": "rollstream tiny-model", "seed": seed, **shape}, sort_keys=True)
     if _holds(folder, stamp):
@@ -109,13 +112,14 @@ def _save_model(folder: Path, seed: int, shape: dict[str, Any]) -> None:
         vocab_size=len(vocabulary),
         num_attention_heads=4,
         num_key_value_heads=2,
-        tie_word_embeddings=True,
         pad_token_id=vocabulary[PAD],
         bos_token_id=None,
         eos_token_id=vocabulary[END],
-        **shape,
+        **{"tie_word_embeddings": True, **shape},
     )
     with MODEL_LOADING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if not config.tie_word_embeddings:
+        model.lm_head.load_state_dict(model.model.embed_tokens.state_dict())
     model.save_pretrained(folder)

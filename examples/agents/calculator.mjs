@@ -37,7 +37,8 @@ for (let turn = 0; turn < max_turns; turn += 1) {
   said = message.content ?? "";
   if (!message.tool_calls) break;
   for (const call of message.tool_calls) {
-    const content = calculate(JSON.parse(call.function.arguments));
+    const { name, arguments: given } = call.function;
+    const content = name === "calculate" ? calculate(JSON.parse(given)) : `unknown tool ${name}`;
     messages.push({ role: "tool", tool_call_id: call.id, content });
   }
 }

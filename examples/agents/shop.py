@@ -15,10 +15,11 @@ import operator
 import re
 import sqlite3
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAIError
+from openai import AsyncOpenAI, BadRequestError, OpenAIError
 
 from rollstream.producers import GatewayClient, RemoteRollout
 from rollstream.producers.gateway.rollout_client import Retries
@@ -70,11 +71,11 @@ def calculate(expression: str) -> str:
     return f"{value(ast.parse(expression.strip(), mode='eval').body):g}"
 
 
-def query(sql: str) -> str:
+def query(sql: str, items: Sequence[Sequence[Any]] = ITEMS) -> str:
     """Rows of a SELECT on a fresh database in memory; raises sqlite3.Error for anything else."""
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
         database.execute("CREATE TABLE items (name TEXT, price INTEGER, stock INTEGER)")
-        database.executemany("INSERT INTO items VALUES (?, ?, ?)", ITEMS)
+        database.executemany("INSERT INTO items VALUES (?, ?, ?)", items)
         database.set_authorizer(
             lambda action, _table, name, *_: (
                 sqlite3.SQLITE_OK
@@ -87,11 +88,11 @@ def query(sql: str) -> str:
     return json.dumps(rows)[:MAX_CHARS]
 
 
-def use(name: str, arguments: str) -> str:
+def use(name: str, arguments: str, items: Sequence[Sequence[Any]] = ITEMS) -> str:
     """Answer of a tool; an error is an answer too, from which the model may learn."""
+    tools: dict[str, Any] = {"calculate": calculate, "query": lambda sql: query(sql, items)}
     try:
-        given = json.loads(arguments)
-        return {"calculate": calculate, "query": query}[name](**given)
+        return tools[name](**json.loads(arguments))
     except (ArithmeticError, LookupError, RecursionError, SyntaxError, TypeError, ValueError, sqlite3.Error) as error:
         return f"error: {type(error).__name__}: {error}"[:MAX_CHARS]
 
@@ -103,34 +104,41 @@ def reward_of(answer: str, wanted: float) -> float:
     return 1.0 if float(answer) == wanted else 0.1
 
 
-async def play(rollout: RemoteRollout) -> float:
-    """Answer the question with as many tool calls as there are turns; the reward."""
-    task = rollout.task
+async def play(rollout: RemoteRollout, client: AsyncOpenAI) -> float:
+    """Answer the question with as many tool calls as there are turns; the reward.
+
+    A conversation that leaves the model no room for an answer ends without one.
+    """
+    task, model = rollout.task, client.with_options(base_url=rollout.openai_base_url, api_key=rollout.key)
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": str(task.inputs["question"])},
     ]
-    final_text = ""
-    async with AsyncOpenAI(base_url=rollout.openai_base_url, api_key=rollout.key, max_retries=10) as client:
-        for turn in range(task.max_turns):
-            answer = await client.chat.completions.create(
+    items, final_text = task.inputs.get("items", ITEMS), ""
+    for turn in range(task.max_turns):
+        try:
+            answer = await model.chat.completions.create(
                 model=task.agents[0], messages=messages, tools=TOOLS, extra_headers={"Idempotency-Key": f"turn {turn}"}
             )
-            message = answer.choices[0].message
-            messages.append(message.model_dump(exclude_none=True))
-            final_text = message.content or ""
-            if not message.tool_calls:
-                break
-            for call in message.tool_calls:
-                assert call.type == "function"
-                content = use(call.function.name, call.function.arguments)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+        except BadRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            break
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        final_text = message.content or ""
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            assert call.type == "function"
+            content = use(call.function.name, call.function.arguments, items)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
     reward = reward_of(final_text, float(task.inputs["answer"]))
     await rollout.reward(reward)
     return reward
 
 
-async def player(gateway: GatewayClient) -> None:
+async def player(gateway: GatewayClient, client: AsyncOpenAI) -> None:
     """Play one rollout after the other. A rollout that the gateway refuses has failed; the next one may not."""
     while True:
         rollout = await gateway.claim()
@@ -138,7 +146,7 @@ async def player(gateway: GatewayClient) -> None:
             continue
         try:
             async with rollout:
-                await play(rollout)
+                await play(rollout, client)
         except (GatewayError, OpenAIError) as error:
             print(f"{rollout.task.rollout_id}: {error}", file=sys.stderr)
 
@@ -151,9 +159,13 @@ async def main() -> None:
     parser.add_argument("--patience", type=float, default=600.0)
     given = parser.parse_args()
     retries = Retries(for_s=given.patience)
-    async with GatewayClient.of_workspace(given.workspace, retries=retries) as gateway, asyncio.TaskGroup() as players:
+    async with (
+        AsyncOpenAI(api_key="of each rollout", max_retries=10) as client,
+        GatewayClient.of_workspace(given.workspace, retries=retries) as gateway,
+        asyncio.TaskGroup() as players,
+    ):
         for _ in range(given.players):
-            players.create_task(player(gateway))
+            players.create_task(player(gateway, client))
 
 
 if __name__ == "__main__":

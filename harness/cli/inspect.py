@@ -75,10 +75,15 @@ def plot(run: str, output: Path | None, workspace: Path) -> None:
     show_default=True,
     help="A multiple of 8; there are four heads, and vLLM on the CPU needs heads of 32 dimensions (128).",
 )
-def tiny_model(folder: Path, seed: int, hidden_size: int) -> None:
+@click.option(
+    "--untied",
+    is_flag=True,
+    help="Give the head weights of its own; vLLM on the CPU needs them to serve new versions of all weights.",
+)
+def tiny_model(folder: Path, seed: int, hidden_size: int, untied: bool) -> None:
     """Create a tiny model and tokenizer for trying things out."""
     from rollstream.learner.tiny_model import make_tiny_model
 
     if hidden_size % 8:
         raise ConfigError(f"tiny-model --hidden-size: {hidden_size} is not a multiple of 8; take 64, or 128 for vLLM")
-    click.echo(str(make_tiny_model(folder, seed=seed, hidden_size=hidden_size)))
+    click.echo(str(make_tiny_model(folder, seed=seed, hidden_size=hidden_size, is_tied=not untied)))

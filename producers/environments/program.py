@@ -17,8 +17,8 @@ from typing import ClassVar
 import orjson
 
 from rollstream.producers.environments import program_guard
-from rollstream.producers.environments.gateway import NO_GATEWAY
-from rollstream.producers.rollout.environment import Environment, task_of
+from rollstream.producers.environments.gateway import NO_GATEWAY, OutsideEnvironment
+from rollstream.producers.rollout.environment import task_of
 from rollstream.producers.rollout.gateway_interface import OpenedRollout
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import ConfigError, EnvironmentRunError
@@ -41,13 +41,14 @@ GRACE_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-class CommandEnvironment(Environment):
+class CommandEnvironment(OutsideEnvironment):
     """Runs `PROGRAM` once a rollout; its exit ends the rollout."""
 
     PROGRAM: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, memory_mb: int = 4096, max_output_mb: int = 64) -> None:
+    def __init__(self, memory_mb: int = 4096, max_output_mb: int = 64, demonstrator: str | None = None) -> None:
         """`memory_mb`: of each process's data; `max_output_mb`: of standard output and error together."""
+        super().__init__(demonstrator)
         if memory_mb < 16 or max_output_mb < 1:
             raise ValueError("memory_mb must be at least 16, max_output_mb at least 1")
         self._memory_mb = memory_mb

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
 from examples.agents import shop
 from rollstream.producers import GatewayClient
@@ -46,8 +47,8 @@ def test_an_agent_with_openais_client_asks_a_database_and_a_calculator(tmp_path)
         async with GatewayClient.of_workspace(workspace) as gateway:
             rollout = await gateway.claim(wait_s=10)
             assert rollout is not None
-            async with rollout:
-                assert await shop.play(rollout) == 1.0
+            async with rollout, AsyncOpenAI(api_key="of the rollout") as client:
+                assert await shop.play(rollout, client) == 1.0
 
     played = play_outside(
         tmp_path,
@@ -88,3 +89,24 @@ def test_the_tools_answer_what_they_may_and_errors_for_the_rest(name: str, argum
 def test_a_number_is_worth_a_little_and_the_right_one_all() -> None:
     rewards = {"140": 1.0, " 140.0\n": 1.0, "141": 0.1, "": 0.0, "140 or so": 0.0}
     assert {text: shop.reward_of(text, 140.0) for text in rewards} == rewards
+
+
+def test_a_conversation_without_room_for_an_answer_ends_with_a_reward_and_not_as_a_failure(tmp_path):
+    async def program(workspace: Path) -> None:
+        async with GatewayClient.of_workspace(workspace) as gateway:
+            rollout = await gateway.claim(wait_s=10)
+            assert rollout is not None
+            async with rollout, AsyncOpenAI(api_key="of the rollout") as client:
+                assert await shop.play(rollout, client) == 0.0
+
+    script, sampling = answers(f"{QUERY}</tool_call>"), {"max_new_tokens": 200}
+    played = play_outside(tmp_path, program=program, script=script, inputs=TASK, sampling=sampling, max_length=300)
+    played.assert_complete()
+    assert [reward.value for reward in played.rewards] == [0.0]
+
+
+def test_a_task_may_have_a_table_of_its_own_which_the_model_cannot_replace() -> None:
+    items = [["bread", 2, 7]]
+    assert shop.use("query", json.dumps({"sql": "SELECT name, price FROM items"}), items) == '[["bread", 2]]'
+    replaced = json.dumps({"sql": "SELECT 1", "items": []})
+    assert shop.use("query", replaced, items).startswith("error: TypeError")
