@@ -14,7 +14,7 @@ SUM = re.compile(r"(\d+)([+*/-])(\d+)=")
 SHOP = re.compile(r"What is the (price|stock) of (?:(\d+) )?(\w+)\?")
 CALCULATES, RIGHT_OPERATOR = 0.6, 0.7
 """Shares of demonstrated sums for which the calculator is called, and of calls with the sum's operator."""
-ASKS, RIGHT_COLUMN, RIGHT_ITEM, MULTIPLIES = 0.7, 0.75, 0.9, 0.7
+ASKS, RIGHT_COLUMN, RIGHT_ITEM, MULTIPLIES = 0.75, 0.75, 0.9, 0.9
 """Shares of demonstrated questions for which the database is asked, of queries with the right column and item, and of
 prices of several that are multiplied.
 """
