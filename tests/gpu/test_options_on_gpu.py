@@ -206,6 +206,7 @@ def test_compiled_layers_give_the_numbers_of_layers_that_are_not(cuda: str, tmp_
 def test_a_reference_stays_while_the_policy_is_trained(gpu: str, folder: Path, batch: BatchView) -> None:
     for lora in (None, LORA):
         chosen = GrpoSettings(kl_coefficient=0.1)
+        # Since revision 6 the reference is computed before the step: only here does it share the GPU with the backward.
         job = JobSettings(kind="rl", model=model_of(folder, gpu, lora=lora), algorithm=chosen, revision=5)
         policy = PolicyModel(job.model, seed=0)
         policy.use_dropout(False)

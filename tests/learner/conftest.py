@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -27,6 +28,7 @@ from rollstream.schemas.events import (
     JobProgressed,
     JobSubmitted,
     JobSucceeded,
+    RunStarted,
     StepTrained,
     TrajectoryAssembled,
     WeightsPublished,
@@ -111,6 +113,12 @@ class Lab:
         published = [(p.version, p.weights_sha256, p.batch_id) for p in await self.events("weights", WeightsPublished)]
         progress = [(p.version, p.percent) for p in await self.events("jobs", JobProgressed)]
         return steps, published, progress, [e.final_version for e in await self.events("jobs", JobSucceeded)]
+
+    async def begin(self, inputs: dict[str, Any]) -> None:
+        """Write the start of the run, with one example."""
+        dataset = self.artifacts.put_bytes(orjson.dumps({"example_id": "x", "inputs": inputs}), ".jsonl")
+        given: dict[str, Any] = {"config": {}, "seed": 0, "dataset": dataset, "num_examples": 1, "num_partitions": 2}
+        await self.log.send(RunStarted(run_id=RUN, time_ms=1, name="n", **given))
 
     async def submit(
         self, name: str = "rl", *, base_version: int = 0, model_group: str = GROUP, **changes: Any

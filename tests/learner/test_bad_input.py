@@ -97,7 +97,7 @@ def test_a_row_longer_than_the_models_table_of_positions_fails_its_job_and_names
     async def scenario() -> None:
         lab = LongLab(tmp_path, tmp_path / "model")
         for kind, algorithm, num_tokens in (("sft", SftSettings(), 30), ("rl", GrpoSettings(), 29)):
-            await lab.plan(await lab.submit("bad", kind=kind, algorithm=algorithm, revision=10), 1)
+            await lab.plan(await lab.submit("bad", kind=kind, algorithm=algorithm), 1)
             await lab.work(lab.has(JobFailed))
             (failed,) = await lab.events("jobs", JobFailed)
             assert failed.error.startswith("trajectory run-1/bad/e00000/t00000/m0")
@@ -107,7 +107,7 @@ def test_a_row_longer_than_the_models_table_of_positions_fails_its_job_and_names
             )
             lab = LongLab(tmp_path / "rl", tmp_path / "model")
         good = Lab(tmp_path / "good", tmp_path / "model")
-        await good.plan(await good.submit("good", revision=10), 1)
+        await good.plan(await good.submit("good"), 1)
         await good.work(good.has(JobSucceeded))
 
     asyncio.run(scenario())
@@ -128,7 +128,7 @@ def test_a_row_that_is_left_out_may_be_longer_than_the_models_table_of_positions
 
     async def scenario() -> None:
         lab = LongTruncatedLab(tmp_path, tmp_path / "model")
-        await lab.plan(await lab.submit("bad", algorithm=GrpoSettings(mask_truncated=True), revision=10), 1)
+        await lab.plan(await lab.submit("bad", algorithm=GrpoSettings(mask_truncated=True)), 1)
         await lab.work(lab.has(JobSucceeded))
 
     asyncio.run(scenario())
@@ -140,7 +140,7 @@ def test_a_row_longer_than_the_table_of_positions_of_a_scorer_fails_its_job(tmp_
 
     async def scenario() -> None:
         lab = LongLab(tmp_path, tmp_path / "model")
-        await lab.plan(await lab.submit("bad", algorithm=GrpoSettings(kl_coefficient=0.1), revision=10), 1)
+        await lab.plan(await lab.submit("bad", algorithm=GrpoSettings(kl_coefficient=0.1)), 1)
         await lab.work(lab.has(JobFailed))
         (failed,) = await lab.events("jobs", JobFailed)
         assert "/agent, sequence 0 is computed from 29 tokens, more than the 16 positions of the model" in failed.error

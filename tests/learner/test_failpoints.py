@@ -25,8 +25,8 @@ POINTS = [name for name in FAILPOINTS if name.startswith("learner/")]
 
 
 async def _prepare(lab: Any) -> None:
-    scored = {"algorithm": GrpoSettings(kl_coefficient=0.1), "revision": 6}
-    await lab.plan(await lab.submit(num_versions=VERSIONS, keep_last=1, **scored), VERSIONS)
+    scored = GrpoSettings(kl_coefficient=0.1)
+    await lab.plan(await lab.submit(num_versions=VERSIONS, keep_last=1, algorithm=scored), VERSIONS)
 
 
 def stored(lab: Any) -> set[str]:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from rollstream.eventlog import codec
 from rollstream.learner.algorithms.base import BatchView, Counts, Prepared
 from rollstream.learner.algorithms.builtin import dpo
 from rollstream.learner.algorithms.builtin.dpo import Dpo, PairBatch
@@ -19,12 +18,18 @@ from rollstream.learner.model import collate
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
 from rollstream.learner.model.step import StepResult, train_batch
-from rollstream.learner.progress import Manifest
-from rollstream.learner.retrain import RecordedJob, Retraining
 from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, SftSettings
-from rollstream.schemas.events import BatchPlanned, JobFailed, JobSubmitted, JobSucceeded, StepTrained, WeightsPublished
-from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.events import (
+    JobFailed,
+    JobSubmitted,
+    JobSucceeded,
+    ReferenceScored,
+    StepTrained,
+    WeightsPublished,
+)
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 from tests.rigs.pair_items import packed
+from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 LORA = LoraSettings(rank=2, alpha=4, target_modules=("q_proj", "v_proj"))
 
@@ -240,10 +245,18 @@ def test_a_restart_finds_the_reference_again_and_comes_to_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("base_version", [0, 2])
+@pytest.mark.parametrize(
+    ("lora", "base_version", "revision"),
+    [
+        # Up to revision 5 a replay finds the base version again and computes the reference; since then it reads scores.
+        pytest.param(None, 2, 5, id="full-computed"),
+        pytest.param(LORA, 0, 5, id="lora-computed"),
+        pytest.param(None, 0, NEWEST_REVISION, id="full"),
+        pytest.param(LORA, 2, NEWEST_REVISION, id="lora"),
+    ],
+)
 def test_a_replay_of_the_training_has_the_same_reference(
-    pair_lab: Any, lora: LoraSettings | None, base_version: int
+    pair_lab: Any, lora: LoraSettings | None, base_version: int, revision: int
 ) -> None:
     async def scenario() -> None:
         model = ModelSettings(path=str(pair_lab.model), lora=lora, device="cpu")
@@ -251,22 +264,14 @@ def test_a_replay_of_the_training_has_the_same_reference(
             sft = await pair_lab.submit("sft", model=model, kind="sft", algorithm=SftSettings())
             await pair_lab.plan(sft, base_version)
             await pair_lab.work(pair_lab.has(JobSucceeded))
-        job = await pair_lab.submit("rl", base_version=base_version, model=model, revision=5, **SETTINGS)  # no scores
+        job = await pair_lab.submit("rl", base_version=base_version, model=model, revision=revision, **SETTINGS)
         await pair_lab.plan_pairs(job, 3)
         await pair_lab.work(pair_lab.has(JobSucceeded, count=2 if base_version else 1))
-        published = {p.version: p for p in await pair_lab.events("weights", WeightsPublished)}
-        steps = {s.version: s for s in await pair_lab.events("weights", StepTrained) if s.job_id == job.job_id}
-        batches = [b for b in await pair_lab.events("batches", BatchPlanned) if b.job_id == job.job_id]
-        planned = {b.index: Manifest(b, codec.content_digest(b), offset) for offset, b in enumerate(batches)}
-        recorded = RecordedJob(job, published[base_version], planned, steps)
-        for checkpoints, version in ((None, 0), (pair_lab.folder / "checkpoints", base_version + 2)):
-            again = Retraining(recorded, threads=1, permissions=pair_lab.permissions)
-            stands_at = again.begin(pair_lab.artifacts, checkpoints, version=version)
-            assert stands_at == (base_version + 2 if checkpoints else base_version)
-            replayed = [both async for both in again.steps(pair_lab.log, until=99)]
-            assert len(replayed) == base_version + 3 - stands_at
-            for one, other in replayed:
-                assert (one.weights_sha256, one.metrics) == (other.weights_sha256, other.metrics)
+        assert bool(await pair_lab.events("weights", ReferenceScored)) == (revision == NEWEST_REVISION)
+        steps = {version: step for version, step in (await steps_of(pair_lab)).items() if step.job_id == job.job_id}
+        assert sorted(steps) == [base_version + number for number in (1, 2, 3)]
+        await assert_retrained(pair_lab, job, steps, first=base_version + 1)
+        await assert_retrained(pair_lab, job, steps, first=base_version + 3)
 
     asyncio.run(scenario())
 

@@ -6,15 +6,21 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog import codec
+from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import (
+    BUILT_IN,
     CispoSettings,
+    DpoSettings,
     DppoSettings,
     ExpertIterationSettings,
     GrpoSettings,
     GspoSettings,
     KtoSettings,
+    MaltSettings,
     MixSettings,
+    OpdSettings,
+    OpsdSettings,
     SapoSettings,
     SftSettings,
     VespoSettings,
@@ -28,7 +34,6 @@ from rollstream.schemas.policy_gradient import (
     RaeSettings,
     ReinforcePpSettings,
 )
-from rollstream.schemas.settings import NEWEST_REVISION
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 ALGORITHMS: list[AlgorithmSettings] = [
@@ -52,13 +57,39 @@ ALGORITHMS: list[AlgorithmSettings] = [
     SftSettings(mini_batches=2),
     ExpertIterationSettings(reward_threshold=0.5),
     ExpertIterationSettings(selection="weighted"),
+    DpoSettings(mini_batches=2),
+    DpoSettings(loss_type="ipo", average_logprobs=True, num_iterations=2),
+    MaltSettings(pair_selection="interval", min_score_diff=0.01, mini_batches=2),
+    MaltSettings(midpoint=0.5, reference="base", sft_weight=0.1),
+    OpdSettings(teacher="the lab's", mini_batches=2),
+    OpsdSettings(context="The answer is {answer}."),
 ]
 
 
+def test_every_built_in_algorithm_is_among_them() -> None:
+    assert {algorithm.name for algorithm in ALGORITHMS} == BUILT_IN.keys()
+
+
+async def made_for(lab: Any, algorithm: AlgorithmSettings) -> AlgorithmSettings:
+    """Prepare a lab for what the algorithm needs, and give it the teacher that the lab has."""
+    if algorithm.needs.pairs:
+        lab.answers = "scored"
+    if isinstance(algorithm, OpdSettings | OpsdSettings):
+        lab.model = make_tiny_model(lab.folder / "policy", seed=0, hidden_size=16, intermediate_size=32)
+        await lab.begin({"answer": "42"})
+    if isinstance(algorithm, OpdSettings):
+        teacher = make_tiny_model(lab.folder / "teacher", seed=1, hidden_size=16, intermediate_size=32)
+        return algorithm.model_copy(update={"teacher": str(teacher)})
+    return algorithm
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
-def test_a_stopped_job_goes_on_and_is_trained_again_to_the_same_bits(lab: Any, algorithm: AlgorithmSettings) -> None:
+def test_a_stopped_job_goes_on_and_is_trained_again_to_the_same_bits(
+    pair_lab: Any, algorithm: AlgorithmSettings
+) -> None:
     async def scenario() -> None:
-        job = await lab.submit(num_versions=5, algorithm=algorithm, checkpoint_every=2, revision=NEWEST_REVISION)
+        lab, chosen = pair_lab, await made_for(pair_lab, algorithm)
+        job = await lab.submit(kind=chosen.kind, num_versions=5, algorithm=chosen, checkpoint_every=2)
         planned = await lab.plan(job, 3, seal=False)
         await lab.work(lab.has(StepTrained, "weights", 3))
         await lab.plan(job, 2, first=3, previous=codec.content_digest(planned[-1]))

@@ -25,7 +25,7 @@ from rollstream.learner.model.optimizer import load_state_tensors, make_optimize
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import StepResult, train_batch
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.settings import ArtifactRef, JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.settings import NEWEST_REVISION, ArtifactRef, JobSettings, ModelSettings, OptimizerSettings
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40,
@@ -63,7 +63,7 @@ def batch() -> BatchView:
 
 
 def step(model: PolicyModel, optimizer: torch.optim.Optimizer, index: int) -> StepResult:
-    job = JobSettings(kind="rl", model=model.settings, revision=4)
+    job = JobSettings(kind="rl", model=model.settings, revision=NEWEST_REVISION)
     return train_batch(model, optimizer, batch(), Grpo(), job, index=index, seed=index)
 
 

@@ -28,7 +28,8 @@ from rollstream.schemas.errors import ModelError, RunFailedError, is_out_of_memo
 from rollstream.schemas.events import JobFailed, JobSucceeded, StepTrained, WeightsPublished
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.policy_gradient import OffPolicySettings
+from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
 from tests.learner.model.test_step import rows
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 from tests.rigs.toy_cispo import Cispo
@@ -94,12 +95,12 @@ def test_too_many_skipped_steps_in_a_row_end_the_job_also_across_a_restart(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("mini_batches", "revision"), [(1, NEWEST_REVISION), (4, 3)])
+@pytest.mark.parametrize(("mini_batches", "limit", "last"), [(1, 40, 32), (4, 20, 16)])
 def test_memory_that_runs_out_halves_the_micro_batches_and_replays_so(
-    lab: Any, monkeypatch: pytest.MonkeyPatch, mini_batches: int, revision: Any
+    lab: Any, monkeypatch: pytest.MonkeyPatch, mini_batches: int, limit: int, last: int
 ) -> None:
-    """With and without a pass for the proximal policy, the second version has no more than the first ended with."""
-    plain, limit = PolicyModel.completion_terms, 40
+    """Without and with a pass for the proximal policy, the second version has no more than the first ended with."""
+    plain = PolicyModel.completion_terms
 
     def completion_terms(self: PolicyModel, batch: Any, **options: Any) -> Any:
         if batch.num_computed > limit and len(batch.lengths) > 1:
@@ -107,15 +108,16 @@ def test_memory_that_runs_out_halves_the_micro_batches_and_replays_so(
         return plain(self, batch, **options)
 
     async def scenario() -> None:
-        algorithm = GrpoSettings(mini_batches=mini_batches, max_tokens_per_micro_batch=256)
-        job = await lab.submit(algorithm=algorithm, revision=revision)
+        off_policy = OffPolicySettings(level="token", mode="truncate")
+        algorithm = GrpoSettings(mini_batches=mini_batches, max_tokens_per_micro_batch=256, off_policy=off_policy)
+        job = await lab.submit(algorithm=algorithm)
         await lab.plan(job)
         with monkeypatch.context() as patched:
             patched.setattr(PolicyModel, "completion_terms", completion_terms)
             await lab.work(lab.has(JobSucceeded))
         steps = await steps_of(lab)
-        assert steps[1].micro_batch_tokens[-1] == 32
-        assert set(steps[2].micro_batch_tokens) == set(steps[3].micro_batch_tokens) == {32}
+        assert steps[1].micro_batch_tokens[-1] == last
+        assert set(steps[2].micro_batch_tokens) == set(steps[3].micro_batch_tokens) == {last}
         await assert_retrained(lab, job, steps)
         without = {version: step.model_copy(update={"micro_batch_tokens": ()}) for version, step in steps.items()}
         with pytest.raises(AssertionError):  # so the division does decide bits

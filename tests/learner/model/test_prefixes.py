@@ -32,7 +32,7 @@ from rollstream.learner.model.prefixes import Order, inputs_of, tree_of
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, train_batch
 from rollstream.learner.model.tree_attention import additive_mask, hidden_states, longest_row
 from rollstream.schemas.algorithms import GrpoSettings
-from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, LoraSettings, ModelSettings
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -291,7 +291,7 @@ def test_a_model_that_cannot_share_computes_each_row_and_logs_the_reason(
     messages = [record.message for record in caplog.records if "common prefixes" in record.message]
     assert len(messages) == 1
     assert reason in messages[0]
-    result = train(model, revision=4)
+    result = train(model, revision=NEWEST_REVISION)
     assert result.metrics["tokens/packing_ratio"] >= 1
     assert result.num_optimizer_steps == 1
 

@@ -68,7 +68,7 @@ def trained(lab: Any, **changes: Any) -> list[WeightsPublished]:
     """The versions of a job that was trained, and trained again from a checkpoint in its middle to equal bits."""
 
     async def scenario() -> list[WeightsPublished]:
-        job = await lab.submit(revision=6, **changes)
+        job = await lab.submit(**changes)
         await lab.plan(job)
         await lab.work(lab.has(JobSucceeded))
         steps = await steps_of(lab)

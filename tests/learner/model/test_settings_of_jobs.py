@@ -17,7 +17,7 @@ async def submit(lab: Any, name: str, *, deterministic: bool, threads: int | Non
     """A job of a model group of its own, with two manifests."""
     model = ModelSettings(path=str(lab.model), device="cpu", deterministic=deterministic)
     algorithm = GrpoSettings(kl_coefficient=0.1)
-    changes = {"num_versions": 2, "threads": threads, "model": model, "algorithm": algorithm, "revision": 10}
+    changes = {"num_versions": 2, "threads": threads, "model": model, "algorithm": algorithm}
     job = await lab.submit(name, model_group=f"run-1/{name}", **changes)
     await lab.plan(job, 2)
 

@@ -98,5 +98,5 @@ def test_a_teacher_that_does_not_fit_beside_the_policy_fails_its_job_alone(
         without_memory(monkeypatch, torch.nn.Module, name, is_teachers)
     else:
         without_memory(monkeypatch, PolicyModel, name, lambda *_: True)
-    error = asyncio.run(failure_beside_another(lab, algorithm=OpdSettings(teacher=str(teacher)), revision=6))
+    error = asyncio.run(failure_beside_another(lab, algorithm=OpdSettings(teacher=str(teacher))))
     assert error.startswith(f"{subject} {teacher} on cpu does not fit into memory ({REASON}); take a smaller model")

@@ -31,7 +31,7 @@ class RecordedRanks(Ranks):
 
 async def submitted(lab: Lab, name: str, seed: int) -> JobSubmitted:
     """A job of a model group of its own."""
-    return await lab.submit(name, model_group=f"run-1/{name}", revision=10, seed=seed)
+    return await lab.submit(name, model_group=f"run-1/{name}", seed=seed)
 
 
 def test_a_manifest_is_trained_by_the_model_of_its_own_job(lab: Any) -> None:

@@ -40,7 +40,7 @@ VERSIONS = 4
 
 def of_job(model: Path, *, lora: bool = False) -> dict[str, Any]:
     settings = ModelSettings(path=str(model), device="cpu", lora=LoraSettings(rank=2) if lora else None)
-    return {"num_versions": VERSIONS, "checkpoint_every": 2, "model": settings, "revision": 6}
+    return {"num_versions": VERSIONS, "checkpoint_every": 2, "model": settings}
 
 
 def slowly(has: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[bool]]:
@@ -100,7 +100,7 @@ async def refused(folder: Path, model: Path, ranks: ProcessRanks) -> None:
     for number, kind in enumerate(["muon", "adamw"]):
         lab = Lab(folder / str(number), model)
         optimizer = OptimizerSettings.model_validate({"kind": kind, "learning_rate": 1e-2})
-        job = await lab.submit(optimizer=optimizer, revision=6)
+        job = await lab.submit(optimizer=optimizer)
         await lab.plan(job)
         await lab.work(slowly(lab.has(JobSucceeded if number else JobFailed)), lab.worker(ranks=ranks))
         errors += [one.error for one in await lab.events("jobs", JobFailed)]
@@ -176,7 +176,7 @@ def test_jobs_of_two_model_groups_in_turn_train_as_each_does_alone(folder: Path)
 def test_one_process_trains_nearly_what_two_train(folder: Path, tmp_path: Path, tiny_model: Path) -> None:
     async def scenario() -> None:
         lab = Lab(tmp_path, tiny_model)
-        job = await lab.submit(num_versions=VERSIONS, revision=6)
+        job = await lab.submit(num_versions=VERSIONS)
         await lab.plan(job, VERSIONS)
         await lab.work(lab.has(JobSucceeded))
         version = (await lab.events("weights", WeightsPublished))[-1]

@@ -41,7 +41,7 @@ def run_out_of_memory() -> None:
 async def recorded_batches(lab: Lab) -> tuple[JobSubmitted, list[tuple[BatchPlanned, list[TrajectoryAssembled]]]]:
     algorithm = GrpoSettings(max_tokens_per_micro_batch=GIVEN)
     model = ModelSettings(path=str(lab.model), device="cpu")
-    job = await lab.submit(num_versions=VERSIONS, algorithm=algorithm, model=model, revision=6)
+    job = await lab.submit(num_versions=VERSIONS, algorithm=algorithm, model=model)
     planned = await lab.plan(job, VERSIONS)
     return job, [(one, check_members(one, await fetch_records(lab.log, one))) for one in planned]
 

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 import safetensors.torch
 
@@ -19,7 +18,6 @@ from rollstream.schemas.events import (
     JobSucceeded,
     LearnerClaimed,
     ReferenceScored,
-    RunStarted,
     StepTrained,
     WeightsPublished,
 )
@@ -49,21 +47,14 @@ def of_job(model: Path, name: str, *, lora: bool) -> dict[str, Any]:
     adapter = LoraSettings(rank=4, target_modules=("q_proj", "v_proj", "down_proj")) if lora else None
     settings = ModelSettings(path=str(model), device="cpu", lora=adapter, reference_dtype=held)
     given = {"num_versions": VERSIONS, "model": settings, "optimizer": OptimizerSettings(learning_rate=1e-3)}
-    return {"revision": 6, **given, **OWN[name.removesuffix("-in-bfloat16")]}
-
-
-async def begin(lab: Lab, inputs: dict[str, Any]) -> None:
-    """Write the start of the lab's run, with one example."""
-    dataset = lab.artifacts.put_bytes(orjson.dumps({"example_id": "x", "inputs": inputs}), ".jsonl")
-    given: dict[str, Any] = {"config": {}, "seed": 0, "dataset": dataset, "num_examples": 1, "num_partitions": 2}
-    await lab.log.send(RunStarted(run_id="run-1", time_ms=1, name="n", **given))
+    return {**given, **OWN[name.removesuffix("-in-bfloat16")]}
 
 
 async def trained(folder: Path, model: Path, name: str, *, lora: bool, **options: Any) -> None:
     """One job; its last weights and its recorded scores are left in the folder."""
     lab = PairLab(folder, model) if name == "dpo" else Lab(folder, model)
     if name == "opsd":
-        await begin(lab, {"answer": "42"})
+        await lab.begin({"answer": "42"})
     job = await lab.submit(**of_job(model, name, lora=lora))
     if isinstance(lab, PairLab):
         await lab.plan_pairs(job, VERSIONS)

@@ -17,7 +17,7 @@ from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobSubmitted
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.settings import JobSettings
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("optimizer.kind: muon", {"optimizer": {"kind": "muon"}}),
@@ -46,7 +46,7 @@ class TwoRanks(Ranks):
 
 def settings_of(changes: dict[str, Any], path: str = "model") -> JobSettings:
     model = {"path": path, **changes.get("model", {})}
-    return JobSettings.model_validate({"kind": "rl", "revision": 6, **changes, "model": model})
+    return JobSettings.model_validate({"kind": "rl", "revision": NEWEST_REVISION, **changes, "model": model})
 
 
 @pytest.mark.parametrize(("what", "changes"), REFUSED, ids=lambda value: str(value)[:60])

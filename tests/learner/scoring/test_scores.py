@@ -32,7 +32,7 @@ def test_scores_are_on_the_log_before_the_step_and_are_all_that_training_again_n
     lab = pair_lab if algorithm.needs.pairs else lab
 
     async def scenario() -> None:
-        job = await lab.submit(kind=algorithm.kind, num_versions=2, algorithm=algorithm, revision=6)
+        job = await lab.submit(kind=algorithm.kind, num_versions=2, algorithm=algorithm)
         await (lab.plan_pairs if algorithm.needs.pairs else lab.plan)(job, 2)
         await lab.work(lab.has(JobSucceeded))
         events = [one.event for one in await lab.received("weights")]
@@ -68,7 +68,7 @@ def test_training_from_events_is_training_beside_the_reference(lab: Any, tmp_pat
 
 def test_a_learner_that_is_killed_between_two_groups_scores_the_other_one_alone(lab: Any) -> None:
     async def scenario() -> None:
-        job = await lab.submit(num_versions=2, algorithm=KtoSettings(), revision=6)
+        job = await lab.submit(num_versions=2, algorithm=KtoSettings())
         await lab.plan(job, 2)
         with armed("learner/between-scores-of-groups"), pytest.raises(Killed):
             await lab.work(lab.has(JobSucceeded))

@@ -117,7 +117,7 @@ def test_a_servers_scores_are_recorded_and_a_replay_does_not_ask_it(
         async with serving(TeacherServer(teacher, failing=2)) as server:
             allow(lab, monkeypatch, server.url)
             algorithm = OpdSettings(teacher=str(teacher), teacher_url=server.url)
-            job = await lab.submit(num_versions=2, algorithm=algorithm, revision=6)
+            job = await lab.submit(num_versions=2, algorithm=algorithm)
             await lab.plan(job, 2)
             await lab.work(lab.has(JobSucceeded))
             await assert_scores_are_those_of(lab, teacher, [])
@@ -233,7 +233,7 @@ def test_a_job_that_cannot_be_taught_by_a_server_fails_before_it_is_asked(
     async def scenario() -> str:
         async with serving(TeacherServer(teacher)) as server:
             algorithm = OpdSettings(teacher=str(teacher), teacher_url=server.url, **changes)
-            job = await lab.submit(num_versions=1, algorithm=algorithm, revision=6)
+            job = await lab.submit(num_versions=1, algorithm=algorithm)
             await lab.plan(job, 1)
             await lab.work(lab.has(JobFailed))
             assert not await lab.events("weights", StepTrained)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,7 +42,7 @@ def folders(lab: Any) -> tuple[Path, Path]:
 
 
 async def trained(lab: Any, algorithm: Any) -> JobSubmitted:
-    job = await lab.submit(num_versions=2, algorithm=algorithm, revision=6)
+    job = await lab.submit(num_versions=2, algorithm=algorithm)
     await lab.plan(job, 2)
     await lab.work(lab.has(JobSucceeded))
     return job
@@ -91,7 +90,7 @@ def test_distillation_brings_the_policy_to_its_teacher(lab: Any, folders: tuple[
     """The tokens are the same, which the teacher considers more or less likely."""
 
     async def scenario() -> list[float]:
-        job = await lab.submit(num_versions=4, algorithm=OpdSettings(teacher=str(folders[1])), revision=6)
+        job = await lab.submit(num_versions=4, algorithm=OpdSettings(teacher=str(folders[1])))
         first = await lab.plan(job, 1, seal=False)
         again = first[0]
         for index in range(1, 4):
@@ -108,18 +107,9 @@ def test_distillation_brings_the_policy_to_its_teacher(lab: Any, folders: tuple[
     assert distances[-1] < 0.9 * distances[0]
 
 
-async def begun(lab: Any, inputs: dict[str, Any]) -> None:
-    """Write the start of the lab's run, with one example."""
-    dataset = lab.artifacts.put_bytes(orjson.dumps({"example_id": "x", "inputs": inputs}), ".jsonl")
-    started = RunStarted(
-        run_id="run-1", time_ms=1, name="n", config={}, seed=0, dataset=dataset, num_examples=1, num_partitions=2
-    )
-    await lab.log.send(started)
-
-
 def test_a_policy_learns_from_itself_with_text_that_only_the_teacher_sees(lab: Any, folders: tuple[Path, Path]) -> None:
     async def scenario() -> None:
-        await begun(lab, {"answer": "42", "n": [1]})
+        await lab.begin({"answer": "42", "n": [1]})
         job = await trained(lab, OpsdSettings(context="It is {answer}, of {n}."))
         prefix = AutoTokenizer.from_pretrained(folders[0]).encode("It is 42, of [1].", add_special_tokens=False)
         await assert_scores_are_those_of(lab, folders[0], prefix)
@@ -135,8 +125,8 @@ def failure(lab: Any, algorithm: Any, inputs: dict[str, Any] | None = None) -> s
     """The error of a job that fails."""
 
     async def scenario() -> str:
-        await begun(lab, inputs or {})
-        job = await lab.submit(num_versions=1, algorithm=algorithm, revision=6)
+        await lab.begin(inputs or {})
+        job = await lab.submit(num_versions=1, algorithm=algorithm)
         await lab.plan(job, 1)
         await lab.work(lab.has(JobFailed))
         assert not await lab.events("weights", StepTrained)
@@ -195,7 +185,7 @@ def test_the_dataset_of_a_context_is_read_once_a_manifest(
     monkeypatch.setattr(ArtifactStore, "read", counted)
 
     async def scenario() -> None:
-        await begun(lab, {"answer": "42"})
+        await lab.begin({"answer": "42"})
         await trained(lab, OpsdSettings(context="It is {answer}."))
         (started,) = await lab.events("groups", RunStarted)
         scored = await lab.events("weights", ReferenceScored)
