@@ -174,7 +174,6 @@ def test_jobs_copy_keys_if_they_were_recorded_so(tiny_model: Path, revision: int
     assert (model.copies_keys, model.frozen_copy().copies_keys) == (copies_keys, copies_keys)
 
 
-
 @pytest.mark.parametrize("is_low", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_masks_that_layers_share_give_the_bits_of_masks_of_bools(
