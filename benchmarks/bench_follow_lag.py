@@ -26,7 +26,7 @@ from rollstream.learner.tiny_model import make_tiny_model
 ROOT = Path(__file__).resolve().parents[1]
 CLI = [sys.executable, "-m", "rollstream.harness.cli.main"]
 MAX_STALENESS = 4
-SPEEDS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
+SPEEDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "slow_rollouts": ({}, {}),
     "slow_learner": (
         {"hidden_size": 192, "num_layers": 4, "intermediate_size": 512},

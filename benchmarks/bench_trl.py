@@ -45,7 +45,7 @@ from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.permissions import NOTHING
 from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "0.3M": {"hidden_size": 96, "num_layers": 3, "intermediate_size": 256},
     "20M": {"hidden_size": 384, "num_layers": 10, "intermediate_size": 1408},
 }

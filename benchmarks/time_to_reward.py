@@ -242,7 +242,8 @@ def main() -> None:
     curves: dict[str, list[Curve]] = {}
     with tempfile.TemporaryDirectory() as kept:
         workspace, model = Path(kept), Path(kept) / "models" / "tiny"
-        make_tiny_model(model, seed=0, **{name: int(size) for name, size in (one.split("=") for one in args.model)})
+        shape: dict[str, Any] = {name: int(size) for name, size in (one.split("=") for one in args.model)}
+        make_tiny_model(model, seed=0, **shape)
         warm = warm_started(workspace, model)
         for index in range(args.repeats):
             for staleness, threads in itertools.product((0, 2), args.own_threads):

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,11 +83,11 @@ def test_a_turn_costs_few_tokens_and_a_chat_grows_at_its_end(folder):
 
 def test_an_untied_head_begins_as_the_embeddings_and_is_saved(folder, tmp_path):
     untied = make_tiny_model(tmp_path / "untied", seed=3, is_tied=False)
-    model = AutoModelForCausalLM.from_pretrained(untied)
+    model: Any = AutoModelForCausalLM.from_pretrained(untied)
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert embeddings.data_ptr() != head.data_ptr()
     assert torch.equal(embeddings, head)
-    tied = AutoModelForCausalLM.from_pretrained(folder)
+    tied: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(tied.get_input_embeddings().weight, embeddings)
     with pytest.raises(ModelError, match="another seed or shape"):
         make_tiny_model(folder, seed=3, is_tied=False)

@@ -3,6 +3,7 @@ heads read the keys and values that they share in place.
 """
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -209,7 +210,8 @@ def test_attention_equals_that_with_a_copy_for_each_query_head(num_heads, num_gr
 def test_attention_without_a_mask_or_with_a_bias_is_that_of_transformers():
     query, key, value, mask = inputs(4, 2, 4)
     bias = torch.randn(1, 4, 4, NUM_COLUMNS)
-    for masked, options in ((None, {}), (mask, {"position_bias": bias})):
+    cases: list[tuple[torch.Tensor | None, dict[str, Any]]] = [(None, {}), (mask, {"position_bias": bias})]
+    for masked, options in cases:
         expected, _ = sdpa_attention_forward(Heads(2), query, key, value, masked, **options)
         assert torch.equal(attend(Heads(2), query, key, value, masked, **options)[0], expected)
 
