@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from openai import AsyncOpenAI
 
+from examples.agents import shop
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import Encoded
 from rollstream.processors.assemble.state import Call
+from rollstream.producers import GatewayClient
 from rollstream.producers.attempt import record_rollout
 from rollstream.producers.gateway.call_keys import address_file, token_file
 from rollstream.producers.gateway.listener import RolloutGateway
@@ -27,6 +30,15 @@ NAME = "producers-1"
 Agent = Callable[["Outside"], Awaitable[None]]
 Program = Callable[[Path], Coroutine[Any, Any, None]]
 """Is told the workspace."""
+
+
+async def shop_player(workspace: Path) -> None:
+    """The example agent shop.py, for one rollout."""
+    async with GatewayClient.of_workspace(workspace) as gateway:
+        rollout = await gateway.claim(wait_s=10)
+        assert rollout is not None
+        async with rollout, AsyncOpenAI(api_key="of the rollout") as client:
+            await shop.play(rollout, client)
 
 
 class Outside:

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
 
 from examples.agents import shop
-from rollstream.producers import GatewayClient
 from rollstream.schemas import tokens
 from tests.producers.conftest import answers
-from tests.producers.gateway.gateway_rig import play_outside
+from tests.producers.gateway.gateway_rig import play_outside, shop_player
 
 AGENTS = Path(__file__).parents[3] / "examples/agents"
 TASK = {"question": "What is all bread in stock worth?", "answer": 140}
@@ -43,16 +41,9 @@ def test_an_agent_in_node_calls_its_tool_and_is_rewarded(tmp_path):
 
 
 def test_an_agent_with_openais_client_asks_a_database_and_a_calculator(tmp_path):
-    async def program(workspace: Path) -> None:
-        async with GatewayClient.of_workspace(workspace) as gateway:
-            rollout = await gateway.claim(wait_s=10)
-            assert rollout is not None
-            async with rollout, AsyncOpenAI(api_key="of the rollout") as client:
-                assert await shop.play(rollout, client) == 1.0
-
     played = play_outside(
         tmp_path,
-        program=program,
+        program=shop_player,
         script=answers(f"{QUERY}</tool_call>", f"{CALCULATE}</tool_call>", "140"),
         inputs=TASK,
         sampling={"max_new_tokens": 200},
@@ -92,15 +83,8 @@ def test_a_number_is_worth_a_little_and_the_right_one_all() -> None:
 
 
 def test_a_conversation_without_room_for_an_answer_ends_with_a_reward_and_not_as_a_failure(tmp_path):
-    async def program(workspace: Path) -> None:
-        async with GatewayClient.of_workspace(workspace) as gateway:
-            rollout = await gateway.claim(wait_s=10)
-            assert rollout is not None
-            async with rollout, AsyncOpenAI(api_key="of the rollout") as client:
-                assert await shop.play(rollout, client) == 0.0
-
     script, sampling = answers(f"{QUERY}</tool_call>"), {"max_new_tokens": 200}
-    played = play_outside(tmp_path, program=program, script=script, inputs=TASK, sampling=sampling, max_length=300)
+    played = play_outside(tmp_path, program=shop_player, script=script, inputs=TASK, sampling=sampling, max_length=300)
     played.assert_complete()
     assert [reward.value for reward in played.rewards] == [0.0]
 

@@ -5,15 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
 
-from examples.agents import demonstrations, shop
-from rollstream.producers import GatewayClient
+from examples.agents import demonstrations
 from rollstream.producers.rollout.registry import build_environment
 from rollstream.schemas.errors import ConfigError, NotAllowedError
 from rollstream.schemas.events import RolloutFailed
 from rollstream.schemas.permissions import NOTHING, Permissions
-from tests.producers.gateway.gateway_rig import play_outside
+from tests.producers.gateway.gateway_rig import play_outside, shop_player
 
 AGENTS = Path(__file__).parents[3] / "examples/agents"
 ITEMS = [["apple", 8, 63], ["plum", 7, 84]]
@@ -33,19 +31,13 @@ def _without_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_without_mistakes")
 def test_the_shops_demonstrator_uses_both_tools_and_its_tokens_have_no_logprobs(tmp_path):
-    async def program(workspace: Path) -> None:
-        async with GatewayClient.of_workspace(workspace) as gateway:
-            rollout = await gateway.claim(wait_s=10)
-            assert rollout is not None
-            async with rollout, AsyncOpenAI(api_key="of the rollout") as client:
-                assert await shop.play(rollout, client) == 1.0
-
     inputs = {"question": "What is the price of 4 plum?", "answer": 28, "items": ITEMS}
-    played = play_outside(tmp_path, program=program, inputs=inputs, **demonstrator("shop"))
+    played = play_outside(tmp_path, program=shop_player, inputs=inputs, **demonstrator("shop"))
     played.assert_complete()
     steps: list[Any] = [step for step in played.steps if step.llm is not None]
     tool_results = [message["content"] for message in steps[-1].data["input"] if message["role"] == "tool"]
     assert tool_results == ["[[7]]", "28"]
+    assert [reward.value for reward in played.rewards] == [1.0]
     assert [step.llm.logprobs for step in steps] == [None, None, None]
     assert [step.data["output"] for step in steps][-1] == "28"
 
