@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.conftest import ENVIRONMENT
+from tests.end_to_end.killing import child, wait_versions
 from tests.rigs.services.service_processes import CLI
 
 pytestmark = [pytest.mark.timeout(900)]
@@ -81,6 +82,39 @@ def test_an_agent_with_openais_client_plays_a_run_that_is_trained_and_replayed(p
         done = project.run("finetune", "--config_file", str(config), "--run_id", RUN, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr + project.logs()
     check(project)
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+def test_producers_killed_under_an_agent_lose_no_demonstration_and_no_rollout(project: Any) -> None:
+    configuration, warm_epochs = small(project), 8
+    rollouts = configuration["trajectory_builders"]["rollouts"]
+    rollouts["environment_config"] = {"demonstrator": "python:examples.agents.demonstrations.shop"}
+    rollouts["session_timeout_s"] = 6
+    configuration["eval"]["general"]["dataset"]["file_path"] = str(ROOT / "examples/data/shop_tables.jsonl")
+    warm_start = {"num_epochs": warm_epochs, "tasks_per_epoch": TASKS, "num_generations": MEMBERS}
+    configuration["trainer_adapters"]["learner"]["warm_start"] = warm_start
+    started = ("finetune", "--config_file", str(project.write(configuration)), "--run_id", RUN)
+    with agent(project):
+        command = project.start(*started, PYTHONPATH=str(ROOT))
+        try:
+            for versions in (1, warm_epochs):
+                wait_versions(project, command, versions)
+                victim = child(command, ("producers-1",))
+                assert victim is not None
+                victim.kill()
+            assert command.wait(300) == 0, project.output() + project.logs()
+        finally:
+            command.kill()
+            command.wait()
+    job = "split_part(rollout_id, '/', 2)"
+    outcomes = project.rows(f"SELECT {job} AS job, outcome, count(*) AS n FROM outcomes GROUP BY ALL ORDER BY n")
+    assert outcomes == [
+        {"job": "rl", "outcome": "trained", "n": EPOCHS * TASKS * MEMBERS},
+        {"job": "sft", "outcome": "trained", "n": warm_epochs * TASKS * MEMBERS},
+    ]
+    (trained,) = project.rows("SELECT count(*) AS n, count(DISTINCT trajectory_id) AS distinct_ids FROM batch_members")
+    assert trained["n"] == trained["distinct_ids"] == (EPOCHS + warm_epochs) * TASKS * MEMBERS
 
 
 CALLED = """
