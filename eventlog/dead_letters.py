@@ -16,7 +16,7 @@ import orjson
 
 from rollstream.eventlog.artifact_retry import put
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Headers, Position, Record, TopicPartition, record_size
+from rollstream.eventlog.log import EventLog, Headers, Position, Record, TopicPartition, format_position, record_size
 from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.settings import ArtifactRef
@@ -61,7 +61,7 @@ async def send_dead_letter(
         return await log.send_raw("dlq", key=record.key, value=record.value, headers=(*why, *theirs))
     if artifacts is None:
         raise LogError(
-            f"{record.topic}/{record.partition}@{record.offset} is too large for a dead letter, and "
+            f"{format_position(record.position)} is too large for a dead letter, and "
             "there is no artifact store for its bytes; set artifact_uri"
         )
     if record.value is not None and record_size(record.key, None, (*why, *theirs)) <= limit - REFERENCE_BYTES:
@@ -103,7 +103,7 @@ async def send_again(log: EventLog, record: Record, letter: int) -> Position:
     1. The record is acknowledged. 2. The redrive record is acknowledged. After a crash between the two the record may
     be sent once more; readers drop the repeat.
     """
-    source = f"dlq/0@{letter}".encode()
+    source = format_position(Position("dlq", 0, letter)).encode()
     theirs = tuple((name, content) for name, content in record.headers if name != REDRIVEN_FROM)
     to = await log.send_raw(
         record.topic,

@@ -116,7 +116,7 @@ def _look_at(received: Received, state: AssemblyState, begun: dict[str, set[str]
         case RolloutStarted() as event:
             if event.group_id in state.groups:
                 begun.setdefault(event.group_id, set()).add(event.rollout_id)
-            at = f"{event.event_id} at steps {received.position.partition}@{received.position.offset}"
+            at = f"{event.event_id} at {format_position(received.position)}"
             found.differences += [(f"{at}: {name}", ours, theirs) for name, ours, theirs in _other(state, event)]
         case _:
             pass

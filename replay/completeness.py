@@ -13,6 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from rollstream.eventlog import terms
+from rollstream.eventlog.log import format_position
 from rollstream.learner.progress import GroupState
 from rollstream.learner.shared_model_group.job_queue import GROUP_KEY
 from rollstream.replay.report import MISSING, Report
@@ -99,7 +100,7 @@ def compare_named(events: RunEvents, report: Report) -> None:
     for kind in (GroupClosed, BatchPlanned):
         for event, received in of_type(events.by_topic.get(kind.TOPIC, ()), kind):
             if len(event.locators) != len(event.members):
-                what = f"{event.event_id} at {received.position.partition}@{received.position.offset}: locators"
+                what = f"{event.event_id} at {format_position(received.position)}: locators"
                 report.differ(STAGE, what, f"{len(event.locators)}", f"{len(event.members)} members")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Received, Record
+from rollstream.eventlog.log import EventLog, Position, Received, Record, format_position
 from rollstream.eventlog.reading import read_to_end
 from rollstream.processors.curate import fold as curate
 from rollstream.processors.curate.tasks import Dataset, load_dataset
@@ -186,7 +186,8 @@ async def compare_trajectories(
         if named is not None:
             _compare_record(record, named, report)
     for (partition, offset), named in wanted.items():
-        report.differ("trajectories", f"{named[0][1]} at {partition}@{offset}", named[0][2], MISSING)
+        where = Position("trajectories", partition, offset)
+        report.differ("trajectories", f"{named[0][1]} at {format_position(where)}", named[0][2], MISSING)
 
 
 def _compare_record(record: Record, named: list[tuple[str, str, str]], report: Report) -> None:
@@ -195,11 +196,11 @@ def _compare_record(record: Record, named: list[tuple[str, str, str]], report: R
     try:
         found = codec.decode(record)
     except DecodeError as error:
-        report.differ("trajectories", f"{named[0][1]} at {record.partition}@{record.offset}", "an event", str(error))
+        report.differ("trajectories", f"{named[0][1]} at {format_position(record.position)}", "an event", str(error))
         return
     for by, trajectory_id, digest in named:
         if (found.event.event_id, found.digest) != (ids.event_id("trajectory_assembled", trajectory_id), digest):
-            what = f"{trajectory_id} at {record.partition}@{record.offset}, named by {by}"
+            what = f"{trajectory_id} at {format_position(record.position)}, named by {by}"
             report.differ("trajectories", what, digest, f"{found.event.event_id} {found.digest}")
 
 

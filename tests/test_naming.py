@@ -176,6 +176,7 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         'name = f"{job_id}/e{epoch:05d}/t{index}"',
         'name = f"{rollout}/s{index}"',
         'where = f"{target.model_group}@{target.version}"',
+        'where = f"{record.topic}/{record.partition}@{record.offset}"',
         'name = f"epoch_sealed:{job_id}/e{epoch}"',
         'is_sealed = name.startswith("epoch_sealed:")',
         'kind, _, subject = event_id_of(record).partition(":")',

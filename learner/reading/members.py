@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import EventLog, Position, Record
+from rollstream.eventlog.log import EventLog, Position, Record, format_position
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
 
@@ -88,7 +88,7 @@ def check_members(planned: BatchPlanned, records: Sequence[Record]) -> list[Traj
     """Decode the members' records. Raises DecodeError naming the first that is not what the manifest says."""
     trajectories: list[TrajectoryAssembled] = []
     for member, record in zip(planned.members, records, strict=True):
-        where = f"manifest {planned.batch_id}, trajectory {member.trajectory_id} at {record.partition}@{record.offset}"
+        where = f"manifest {planned.batch_id}, trajectory {member.trajectory_id} at {format_position(record.position)}"
         try:
             received = codec.decode(record)
         except DecodeError as error:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import FOLD, DeadLetterIndex, send_dead_letter
-from rollstream.eventlog.log import EventLog, Position, Received, Record, TopicPartition
+from rollstream.eventlog.log import EventLog, Position, Received, Record, TopicPartition, format_position
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, DecodeError, FoldError
 from rollstream.schemas.events import RunEnded
@@ -44,9 +44,8 @@ def fold_one(evolve: Callable[[Received], T], received: Received) -> T:
     except (ArtifactError, MemoryError):
         raise
     except Exception as error:
-        where = received.position
         raise FoldError(
-            f"{where.topic}/{where.partition}@{where.offset} ({received.event.event_id}) cannot be folded: "
+            f"{format_position(received.position)} ({received.event.event_id}) cannot be folded: "
             f"{type(error).__name__}: {error}"
         ) from error
 

@@ -158,7 +158,7 @@ def test_a_changed_digest_of_a_version_is_found(run):
 def test_an_undecodable_record_without_a_dead_letter_is_found(run):
     where = run.change("steps", "step_recorded", b'"kind"', b'"kin')
     report = verified(run)
-    assert any(f"steps/{where}" in str(one) for one in report.differences)
+    assert any(where in str(one) for one in report.differences)
 
 
 def test_a_repeated_id_with_other_content_is_ignored_and_counted(run):

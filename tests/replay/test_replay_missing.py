@@ -146,9 +146,7 @@ def test_a_changed_field_that_no_digest_of_its_own_covers_is_found(run, topic, k
 def test_a_changed_seed_of_an_attempt_is_found(run):
     seed = ids.member_seed(ids.derive_seed(5, ids.group_id("replayed", "rl", 0, 0)), 0)
     position = run.change("steps", "rollout_started", f'"seed":{seed}'.encode(), b'"seed":77')
-    assert f"/m0/a0 at steps {position}: seed: recorded 77, replayed {seed}" in replay_rig.only_difference(
-        verified(run)
-    )
+    assert f"/m0/a0 at {position}: seed: recorded 77, replayed {seed}" in replay_rig.only_difference(verified(run))
 
 
 @pytest.mark.parametrize(("topic", "kind"), [("groups", "group_closed"), ("batches", "batch_planned")])

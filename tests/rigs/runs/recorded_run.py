@@ -11,7 +11,7 @@ import orjson
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import Record, TopicPartition
+from rollstream.eventlog.log import Record, TopicPartition, format_position
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import jobs_of
@@ -220,7 +220,7 @@ class RecordedRun:
         records, index = self.find(topic, kind, nth, old)
         before = records[index]
         records[index] = replace(before, value=value_of(before).replace(old, new, 1))
-        return f"{before.partition}@{before.offset}"
+        return format_position(before.position)
 
 
 def value_of(record: Record) -> bytes:

@@ -40,6 +40,7 @@ ONE_HOME = {
     re.compile(r"""["']ce_(type|id)["']"""): "eventlog/codec.py",
     re.compile(r"""f["'][^"']*\}/[a-uw-z]\{"""): "schemas/ids.py",
     re.compile(r"@v?\{[\w.]*version\}"): "schemas/ids.py",
+    re.compile(r"@\{[\w.]*offset\}"): "eventlog/log.py",
     re.compile(r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""): "",
     re.compile(r"str\(error\)\)?\.split\("): "schemas/variables.py",
     re.compile(r"FROM log\.learner_claimed"): "metrics/projection/tables.sql",
