@@ -148,14 +148,16 @@ def _is_same_model(one: str, other: str) -> bool:
 
 def _other_adapter(found: Mapping[str, object], wanted: LoraSettings) -> str:
     """The first difference between adapters that changes the policy (dropout does not); empty if there is none."""
-    modules = found.get("target_modules")
+    modules, named = found.get("target_modules"), wanted.target_modules
     pairs = {
         "rank": (found.get("r"), wanted.rank),
         "alpha": (found.get("lora_alpha"), wanted.alpha),
-        "target_modules": (sorted(modules) if isinstance(modules, list) else modules, sorted(wanted.target_modules)),
+        "target_modules": (sorted(modules) if isinstance(modules, list) else modules, sorted(named)),
         "use_rslora": (found.get("use_rslora", False), wanted.use_rslora),
         "use_dora": (found.get("use_dora", False), wanted.use_dora),
     }
+    if isinstance(named, str):  # which modules these are is known once the model is loaded
+        del pairs["target_modules"]
     for name, (theirs, ours) in pairs.items():
         if theirs != ours:
             return (

@@ -45,7 +45,7 @@ class _BuiltIn(AlgorithmSettings):
     """An algorithm of the time when all had the same fields: it accepts those of the others."""
 
     _others: tuple[str, ...] = PrivateAttr(default=())
-    """Given for another algorithm, with another value than its default."""
+    """Keys of other algorithms that were given."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -55,17 +55,12 @@ class _BuiltIn(AlgorithmSettings):
         written = cast("dict[str, Any]", value)
         others = {name: given for name, given in written.items() if name in _ONCE_SHARED - cls.model_fields.keys()}
         made = handler({name: given for name, given in written.items() if name not in others})
-        made._others = tuple(name for name, given in others.items() if given != _default(name))
+        made._others = tuple(others)
         return made
 
     def unused(self) -> dict[str, tuple[str, ...]]:
         found = super().unused()
         return {**found, f"{self.name} does not use it": self._others} if self._others else found
-
-
-def _default(name: str) -> Any:
-    fields = (one.model_fields[name] for one in BUILT_IN.values() if name in one.model_fields)
-    return next((field.get_default() for field in fields), None)
 
 
 class GrpoSettings(_BuiltIn, ClippedSettings):

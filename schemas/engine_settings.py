@@ -168,7 +168,7 @@ class VllmSettings(EngineSettings):
     load_timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """Maximum time for a server to load a version, once it has room for it. The other servers do not wait for it."""
     health_interval_s: float = Field(default=5.0, gt=0, le=3600)
-    """Between two looks at a server."""
+    """Seconds between two health checks of a server."""
     health_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """A server whose workers do not answer within it is taken out of use; one that we started is restarted."""
     check_weights: bool = False

@@ -176,11 +176,11 @@ def first_invalid(error: ValidationError, location: str = "", *, model: type[Bas
 
 def unknown_key(path: Sequence[str | int], model: type[BaseModel]) -> str:
     """Message for an unknown key at a path inside a model's values, with the key that may be meant."""
-    known = [key for key in _keys_at(model, path[:-1]) if key != path[-1]]  # another block may take it
+    known = [key for key in keys_at(model, path[:-1]) if key != path[-1]]  # another block may take it
     return f"unknown key; {hint(str(path[-1]), known)}" if known else "unknown key"
 
 
-def _keys_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+def keys_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     """Keys of the models at a path (a path may match several blocks of a union)."""
     annotations: list[Any] = [model]
     for part in path:

@@ -132,7 +132,7 @@ class LlmJudge(_Evaluator):
     timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     """Timeout of one request."""
     retries: int = Field(default=2, ge=0)
-    """After no answer, 408, 429 or 5xx."""
+    """After no answer, 408, 409, 425, 429 or 5xx."""
     retry_wait_s: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     """Before the second try; doubled before each further one."""
 

@@ -135,7 +135,7 @@ class ProducerSettings(ServiceSettings):
     gateway: GatewaySection | None = None
     """Gateway for external programs; it listens from the start. None: on 127.0.0.1 from the first such rollout on."""
     pace: PaceSettings | None = None
-    """Start no more groups than the learner's lag and speed leave time for; None: as their weight version is there."""
+    """Limits groups in progress by the learner's lag and speed. None: a group starts once its version is loaded."""
     runs: tuple[str, ...] = ()
     """Runs whose tasks are worked on; those of others are left to the processes that serve them. None: all."""
 

@@ -123,7 +123,7 @@ class RolloutSettings(Settings):
 
 
 class CurriculumSettings(Settings):
-    """The curriculum over the windowed reward store; the first six as in NAT."""
+    """The curriculum over the windowed reward store; the first seven as in NAT."""
 
     enabled: bool = False
     initial_percentile: float = Field(default=0.3, gt=0, le=1)
@@ -198,7 +198,8 @@ class LoraSettings(Settings):
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of modules; all-linear: every linear layer but the head."""
     use_rslora: bool = added(False)
     """Scale by alpha / sqrt(rank) in place of alpha / rank (arXiv 2312.03732)."""
     use_dora: bool = added(False)

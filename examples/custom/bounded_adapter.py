@@ -1,4 +1,4 @@
-"""A trainer adapter of one's own: ours, with rewards kept within bounds, and a file of all that was submitted."""
+"""A custom trainer adapter: the built-in one, with clipped rewards and a log of submissions."""
 
 import json
 from collections.abc import AsyncIterator

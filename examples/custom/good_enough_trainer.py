@@ -1,4 +1,4 @@
-"""A trainer of one's own: ours, which ends the run once the mean reward has been good enough for some epochs."""
+"""A custom trainer: the built-in one, which ends the run once the mean reward has been high enough for some epochs."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""A trajectory builder of one's own: ours, with a price on every token that the model says, and a limit to them."""
+"""A custom trajectory builder: the built-in one, with a price for each sampled token, and a limit on their number."""
 
 import logging
 from collections.abc import AsyncIterator

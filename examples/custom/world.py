@@ -1,4 +1,4 @@
-"""An environment and a reward of one's own: counting on from a digit, and the share of digits in what was said.
+"""A custom environment and reward: counting on from a digit, and the share of digits in the answers.
 
 `run.yaml` names this module under `modules`, so that producers import it and its names are known.
 """

@@ -42,7 +42,7 @@ class OurAdapterFields(AdapterFields):
     bootstrap_servers: str | None = None
     """`embedded`, or host:port of a running Kafka; none: the builder's, if that is ours, else embedded."""
     kafka: KafkaSection = Field(default_factory=KafkaSection)
-    """Connection settings; None: as in the builder's block."""
+    """Connection settings; unless given, those of the builder's block."""
     workspace: Path = WORKSPACE
     endpoint: EndpointSection | None = None
     """Serve the trained model by OpenAI's chat completions."""

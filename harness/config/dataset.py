@@ -22,6 +22,9 @@ MAX_INPUT_BYTES = 512 * 1024
 """Maximum size of one example as JSON; a task carries it, and a record of `tasks` has at most 1 MiB."""
 
 
+ID_KEY: str = DatasetSection.model_fields["id_key"].default
+
+
 class Example(NamedTuple):
     """One example: an id unique in its dataset, and the inputs of the environment."""
 
@@ -30,20 +33,24 @@ class Example(NamedTuple):
 
 
 def read_dataset(section: DatasetSection) -> list[Example]:
-    """Examples of a file in file order, filtered. Raises ConfigError naming file and line."""
+    """Examples of a file in file order, filtered. Raises ConfigError naming file and line.
+
+    If no row has a key `id`, the rows are numbered from 0.
+    """
     path = section.file_path
     rows = rows_of(path, section.type)
     if not rows:
         raise ConfigError(f"dataset {path} is empty; add at least one example")
-    kept = [(location, row) for location, row in rows if _is_wanted(row, section.filter)]
+    has_ids = section.id_key != ID_KEY or any(isinstance(row, dict) and ID_KEY in row for _, row in rows)
+    kept = [(n, location, row) for n, (location, row) in enumerate(rows) if _is_wanted(row, section.filter)]
     if not kept:
         raise ConfigError(
             f"dataset {path}: eval.general.dataset.filter excludes all {len(rows)} rows; relax the filter"
         )
-    examples = [_example(row, location, section.id_key) for location, row in kept]
+    examples = [_example(row, location, section.id_key, None if has_ids else n) for n, location, row in kept]
     standard = [
         example._replace(inputs=_with_standard_names(example.inputs, location, section.structure))
-        for (location, _), example in zip(kept, examples, strict=True)
+        for (_, location, _), example in zip(kept, examples, strict=True)
     ]
     return _unique(standard, f"dataset {path}")
 

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from rollstream.producers.rollout.user_code import failed_imports_hint
 from rollstream.schemas.algorithms import BUILT_IN
 from rollstream.schemas.config import COMPONENT_SECTIONS
-from rollstream.schemas.errors import unknown_key
+from rollstream.schemas.errors import keys_at, unknown_key
 
 _TAG_AT = dict.fromkeys(COMPONENT_SECTIONS, 2) | {"workflow": 1}
 """Index, by section, at which pydantic inserts the tag of a union of blocks into the path."""
@@ -21,6 +21,9 @@ _FORMS_AT = 4
 _ALGORITHMS_AT = (4, 6)
 """Indices of the algorithm's tag: trainer_adapters, X, the block's tag, [`model_groups`, X,] `algorithm`, this one."""
 _MAX_SHOWN = 60
+_NO_MAPPING = ("model_type", "model_attributes_type", "dict_type")
+_MAIN_KEYS = {"model": "path", "engine": "kind", "algorithm": "name", "reward_function": "name", "dataset": "file_path"}
+"""Keys that a block's value is meant for if it is written without them."""
 
 
 def explain(error: ValidationError, model: type[BaseModel], written: Mapping[str, Any]) -> str:
@@ -39,16 +42,33 @@ def _explain_one(error: ErrorDetails, model: type[BaseModel], written: Mapping[s
     location = ".".join(str(part) for part in path)
     if error["type"] == "extra_forbidden":
         algorithm = BUILT_IN.get(_algorithm_of(error["loc"]))
-        unknown = unknown_key(path, model) if algorithm is None else unknown_key(path[-1:], algorithm)
-        return f"{location}: {unknown}"
+        if algorithm is None:
+            return f"{location}: {unknown_key(path, model)}"
+        having = [name for name, other in BUILT_IN.items() if path[-1] in other.model_fields]
+        known = f"unknown key; only {', '.join(having)} of the algorithms have it" if having else None
+        return f"{location}: {known or unknown_key(path[-1:], algorithm)}"
     if error["type"] == "missing":
         return f"{location}: missing; this key is required"
     if error["type"] == "union_tag_invalid":
         return f"{location}._type: {_unknown_type(error.get('ctx', {}))}"
     message = error["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+    if error["type"] in _NO_MAPPING:
+        message = _mapping_wanted(path, _value_at(written, path), model)
     if error["type"] == "value_error":
         return f"{location}: {message}" if location else message
     return f"{location}: is {_shown(_value_at(written, path))}; {message[0].lower()}{message[1:]}"
+
+
+def _mapping_wanted(path: Sequence[str | int], value: Any, model: type[BaseModel]) -> str:
+    """Message for a value that is not a mapping, with the key that it is likely meant for."""
+    keys = keys_at(model, path)
+    key = _MAIN_KEYS.get(str(path[-1])) if path else None
+    if isinstance(value, bool) and "enabled" in keys:
+        key = "enabled"
+    if key is None or value is None or (isinstance(value, bool) and key != "enabled"):
+        return f"expected a mapping of {', '.join(keys)}" if keys else "expected a mapping of keys"
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return f"expected a mapping; write `{path[-1]}: {{{key}: {shown}}}`"
 
 
 def _unknown_type(context: Mapping[str, Any]) -> str:

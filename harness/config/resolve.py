@@ -237,9 +237,8 @@ def _check_groups(finetune: FinetuneConfig, config: RunConfig) -> None:
     for name, group in groups.items():
         if name not in named:
             raise ConfigError(
-                f"{location}.{name}: no agent speaks through it; "
-                f"trajectory_builders.{finetune.trajectory_builder}.agents "
-                f"names {', '.join(named)}"
+                f"{location}.{name}: no agent speaks through this model group (in use: {', '.join(named)}); set "
+                f"trajectory_builders.{finetune.trajectory_builder}.agents to {{AGENT: {name}}}, or remove the block"
             )
         if group.endpoint is not None and (group.model is not None or group.version is not None):
             raise ConfigError(f"{location}.{name}.endpoint: others hold this model's weights; remove model and version")

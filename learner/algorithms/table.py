@@ -39,6 +39,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 GROUP = "rollstream.algorithms"
 DIVISORS: tuple[str, ...] = get_args(Divisor)
+_BY_SETTINGS = {
+    "dr_grpo": "grpo with advantage: group_mean and aggregation: constant",
+    "dapo": "grpo with overlong, mask_truncated and max_refills",
+    "bnpo": "grpo with aggregation: tokens",
+    "rloo": "grpo with advantage: leave_one_out",
+    "ipo": "dpo with loss_type: ipo",
+    "reinforce++": "reinforce_pp",
+}
+"""Names of algorithms that are settings of another one here."""
 MAX_NAME_CHARS = 200
 """Characters of a name of an algorithm's metrics, sums, statistics or components."""
 T = TypeVar("T")
@@ -135,7 +144,7 @@ def _class(name: str, permissions: Permissions, location: str) -> type[Algorithm
 def _installed(name: str, location: str) -> Any:
     for entry_point in metadata.entry_points(group=GROUP, name=name):
         return load_installed(entry_point, f"{location}.name: {name} ({entry_point.value})")
-    near = nearest(name, names())
+    near = _BY_SETTINGS.get(name.lower()) or nearest(name, names())
     hint = (
         f"did you mean {near}?"
         if near is not None

@@ -28,6 +28,7 @@ the last of those policies.
 
 POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions|embed_pos)(\.base_layer)?$")
 """Names of the modules that embed positions: inside an adapter if it targets them."""
+ALL_LINEAR = "all-linear"
 EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
 """Names of the modules that may have one weight together."""
 
@@ -222,7 +223,7 @@ def compile_layers(model: Any, path: str) -> None:
 
 def has_embeddings(lora: LoraSettings) -> bool:
     """Whether an adapter is on the embeddings or the head, of which peft keeps the base weights beside it."""
-    return not EMBEDDINGS.isdisjoint(lora.target_modules)
+    return lora.target_modules != ALL_LINEAR and not EMBEDDINGS.isdisjoint(lora.target_modules)
 
 
 def _load_base(settings: ModelSettings, path: str, device: torch.device) -> Any:
@@ -276,6 +277,15 @@ def _in_4_bits(settings: ModelSettings, dtype: torch.dtype, device: torch.device
     }
 
 
+def _linear_modules(module: Any) -> list[str]:
+    """Last parts of the names of all linear layers but the head, in order; peft would name each layer's by itself."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = module.get_output_embeddings()
+    named = [(name, one) for name, one in module.named_modules() if isinstance(one, torch.nn.Linear | Conv1D)]
+    return sorted({name.rpartition(".")[2] for name, one in named if one is not head})
+
+
 def _with_adapters(module: Any, settings: ModelSettings) -> Any:
     from peft import LoraConfig, get_peft_model
 
@@ -284,7 +294,7 @@ def _with_adapters(module: Any, settings: ModelSettings) -> Any:
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
-        target_modules=list(lora.target_modules),
+        target_modules=_linear_modules(module) if lora.target_modules == ALL_LINEAR else list(lora.target_modules),
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         task_type="CAUSAL_LM",

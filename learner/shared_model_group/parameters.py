@@ -43,7 +43,7 @@ class SharedAgentParams(Settings):
     lora_alpha_scale: FiniteFloat | None = Field(default=1.0, gt=0)
     """Alpha divided by rank; the default counts only where `lora_alpha` is not given."""
     lora_dropout: float = Field(default=0.05, ge=0, lt=1)
-    lora_target_modules: tuple[str, ...] = LoraSettings().target_modules
+    lora_target_modules: Literal["all-linear"] | tuple[str, ...] = LoraSettings().target_modules
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Device = "auto"
 

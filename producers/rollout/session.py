@@ -50,8 +50,8 @@ class Session:
 
     `inputs` are the example's, the attempt's own copy; `member` is its number in the group; `agents` the names that
     may chat; `max_turns` counts answers an agent; `epoch` is that of the job that asked, `purpose` train or validation.
-    `seed` and `rng` are this member's own. `task_seed` and `task_rng` are equal in all members of the group: what the
-    members' rewards are compared under (a secret, an opponent) is drawn from those.
+    `seed` and `rng` are this member's own. `task_seed` and `task_rng` are equal in all members of the group: draw from
+    these whatever its members must share (a secret, an opponent).
     """
 
     def __init__(

@@ -264,7 +264,11 @@ def test_a_mistyped_key_is_named_before_the_one_that_it_leaves_missing(
         ("trainers.t.plannning", "x", "trainers.t.plannning: unknown key; did you mean planning?"),
         ("trainers.t.planning", "x", "trainers.t.planning: is 'x'; "),
         ("trainer_adapters.a.model.pth", "x", "trainer_adapters.a.model.pth: unknown key; did you mean path?"),
-        ("trainer_adapters.a.model", None, "trainer_adapters.a.model: is None; "),
+        (
+            "trainer_adapters.a.model",
+            None,
+            "trainer_adapters.a.model: is None; expected a mapping of ",
+        ),
         (
             "trainer_adapters.a.optimizer",
             {"max_grad_norm": inf},

@@ -161,6 +161,16 @@ def test_columns_of_the_structure_also_have_their_standard_names(tmp_path: Path)
     assert found.inputs == {"q": "2+2=", "expected": "4", "more": 1, "question": "2+2=", "answer": "4"}
 
 
+def test_rows_without_ids_are_numbered_by_their_place_in_the_file(tmp_path: Path) -> None:
+    rows = [{"question": "1+1=", "level": "easy"}, {"question": "2+2=", "level": "hard"}]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read(tmp_path / "d.jsonl") == [Example(str(n), row) for n, row in enumerate(rows)]
+    hard = {"allowlist": {"field": {"level": ["hard"]}}}
+    assert read(tmp_path / "d.jsonl", filter=hard) == [Example("1", rows[1])]
+    with pytest.raises(ConfigError, match=r"line 1 has no key 'uid'; set eval.general.dataset.id_key"):
+        read(tmp_path / "d.jsonl", id_key="uid")
+
+
 def test_without_a_structure_the_row_is_the_question(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"id": "k", "a": 1}')
     (found,) = read(tmp_path / "d.jsonl", structure={"disable": True})

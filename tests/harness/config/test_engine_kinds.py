@@ -51,7 +51,10 @@ def test_an_engine_is_configured_by_its_kind(written: dict[str, Any]) -> None:
         ({"treads": 1}, "trajectory_builders.b.engine.treads: unknown key; did you mean threads?"),
         ({"threads": 0}, "trajectory_builders.b.engine.threads: is 0; input should be greater than or equal to 1"),
         ({"kind": 3}, "trajectory_builders.b.engine.kind: is 3; input should be a valid string"),
-        ("scripted", "trajectory_builders.b.engine: is 'scripted'; input should be a valid dictionary"),
+        (
+            "scripted",
+            "trajectory_builders.b.engine: is 'scripted'; expected a mapping; write `engine: {kind: ",
+        ),
         ({"kind": "parrot", "api_key": "sesame"}, "trajectory_builders.b.engine.api_key: secrets are not allowed"),
     ],
 )

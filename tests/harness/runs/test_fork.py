@@ -118,8 +118,9 @@ def test_weights_of_another_kind_or_model_are_refused(lab: Lab) -> None:
 def test_another_adapter_is_refused(lab: Lab) -> None:
     async def scenario() -> None:
         await lab.record(weights_format="lora", lora=LORA)
-        lab.model["lora"] = {}
-        await lab.check("run-1@1")
+        for same in ({}, {"target_modules": "all-linear"}):
+            lab.model["lora"] = same
+            await lab.check("run-1@1")
         for name, value, reported in (
             ("rank", 8, "16"),
             ("alpha", 8, "32.0"),

@@ -25,7 +25,14 @@ from rollstream.learner.model.optimizer import load_state_tensors, make_optimize
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import StepResult, train_batch
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.settings import NEWEST_REVISION, ArtifactRef, JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.settings import (
+    NEWEST_REVISION,
+    ArtifactRef,
+    JobSettings,
+    LoraSettings,
+    ModelSettings,
+    OptimizerSettings,
+)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40,
@@ -115,3 +122,28 @@ def test_it_trains_goes_on_and_is_exported(name: str, tied: bool, tmp_path: Path
     head: Any = loaded.get_output_embeddings()
     embeddings: Any = loaded.get_input_embeddings()
     assert torch.equal(head.weight, embeddings.weight) == tied
+
+
+LINEAR = {
+    "qwen2": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+    "gpt2": {"c_attn", "c_proj", "c_fc"},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_an_adapter_of_all_linear_layers_has_them_by_name_and_leaves_the_head(
+    name: str, tied: bool, tmp_path: Path
+) -> None:
+    make_deterministic(1)
+    AutoModelForCausalLM.from_config(MODELS[name](tied)).save_pretrained(tmp_path)
+    lora = LoraSettings(rank=2, target_modules="all-linear")
+    model = PolicyModel(ModelSettings(path=str(tmp_path), device="cpu", lora=lora), seed=0)
+    adapted = {key.split(".lora_")[0].rpartition(".")[2] for key in model.weights()}
+    assert adapted == LINEAR[name]
+    optimizer = make_optimizer(model.trainable(), OptimizerSettings(learning_rate=1e-2))
+    assert step(model, optimizer, 0).num_optimizer_steps == 1
+    config = model.adapter_config()
+    assert config is not None
+    assert config["target_modules"] == sorted(LINEAR[name])

@@ -274,6 +274,8 @@ def test_keys_and_names_of_an_algorithm_are_checked_when_the_file_is_read(
         ({"name": CISPO, "clip_high": 0}, f"{at}.clip_high: Input should be greater than 0"),
         ({"name": CISPO, "mini_batches": 0}, f"{at}.mini_batches: is 0; input should be greater than or equal to 1"),
         ({"name": CISPO, "declared": {"pairs": True}}, f"{at}.declared: unknown key; known keys: advantage, "),
+        ({"name": "gspo", "kl_coefficient": 0.1}, f"{at}.kl_coefficient: unknown key; only grpo, "),
+        ({"name": "dr_grpo"}, f"{at}.name: 'dr_grpo' is unknown; did you mean grpo with advantage: group_mean and agg"),
         ({"name": "grpoo"}, f"{at}.name: 'grpoo' is unknown; did you mean grpo?"),
         ({"name": "qqq"}, f"{at}.name: 'qqq' is unknown; known algorithms: cispo, dpo, dppo, expert_iteration, "),
         ({"clip_hihg": 3}, f"{at}.clip_hihg: unknown key; did you mean clip_high?"),
@@ -364,6 +366,6 @@ def test_a_file_with_the_keys_of_another_algorithm_is_read_with_a_warning(
     written: dict[str, Any], model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING"):
-        config = configured(written, model, name="sft", clip_low=0.3, beta=0.1)
-    assert config.adapter.algorithm == SftSettings.model_validate({"clip_low": 0.3})
-    assert "trainer_adapters.a.algorithm: clip_low: accepted, but " in caplog.text
+        config = configured(written, model, name="sft", clip_low=0.3, beta=0.1)  # the second is its default in dpo
+    assert config.adapter.algorithm == SftSettings.model_validate({"clip_low": 0.3, "beta": 0.1})
+    assert "trainer_adapters.a.algorithm: clip_low, beta: accepted, but " in caplog.text

@@ -89,8 +89,16 @@ def test_a_path_of_a_model_group_is_stored_as_written(written: dict[str, Any], m
 @pytest.mark.parametrize(
     ("agents", "groups", "message"),
     [
-        (AGENTS, {"prover": {}}, r"model_groups\.prover: no agent speaks through it; .*names provers, verifiers"),
-        (["prover"], {"provers": {}}, r"model_groups\.provers: no agent speaks through it; .*names policy"),
+        (
+            AGENTS,
+            {"prover": {}},
+            r"prover: no agent .* \(in use: provers, verifiers\); set .*agents to \{AGENT: prover\}",
+        ),
+        (
+            ["prover"],
+            {"provers": {}},
+            r"model_groups\.provers: no agent .* \(in use: policy\); ",
+        ),
         (AGENTS, {"provers": {"version": "r@1", "endpoint": "http://h/v1"}}, r"endpoint: .*remove model and version"),
         (AGENTS, {"provers": {"endpoint": "h:80"}}, r"provers\.endpoint\.base_url: 'h:80' is not a URL"),
         (AGENTS, {"provers": {"endpoint": {"base_url": "http://h", "key": "x"}}}, r"endpoint\.key: unknown key"),
