@@ -244,6 +244,18 @@ def _changes_nothing(name: str, value: Any) -> bool:
     return name == "seed" or (name in _NEUTRAL and value == _NEUTRAL[name])
 
 
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have arguments as JSON text, as OpenAI's API requires; chat templates take objects."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]
+    for call in calls:
+        arguments = call["function"].get("arguments", "")
+        if not isinstance(arguments, str):
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return {**message, "tool_calls": calls}
+
+
 def _messages(text: str) -> list[dict[str, Any]]:
     """The messages that a prompt holds; text that is not a rendered chat is a user's."""
     lines = text[:-1].split("\n") if text.endswith("\n") else []  # messages may hold Unicode's other line ends
@@ -255,5 +267,5 @@ def _messages(text: str) -> list[dict[str, Any]]:
             return [{"role": "user", "content": text}]
         if not isinstance(message, dict) or "role" not in message:
             return [{"role": "user", "content": text}]
-        found.append(message)
+        found.append(_with_texts(message))
     return found or [{"role": "user", "content": text}]

@@ -10,7 +10,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollstream.producers.openai.protocol import Answer, exact_of
-from rollstream.producers.openai.requests import ChatRequest, Refusal, checked_request, validated
+from rollstream.producers.openai.requests import ChatRequest, Refusal, WithoutNulls, checked_request, validated
 from rollstream.producers.rollout import call_arguments
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
@@ -31,11 +31,11 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks that another model has signed: none is made here, and no template renders them."""
 
 
-class _Given(BaseModel):
+class _Given(WithoutNulls):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Tool(BaseModel):
+class Tool(WithoutNulls):
     """A tool. What it says beside these (`cache_control`) changes no answer."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -60,7 +60,7 @@ class Tool(BaseModel):
         return {"type": "function", "function": function}
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(WithoutNulls):
     """Whether tools may or must be called."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")

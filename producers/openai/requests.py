@@ -108,8 +108,17 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SampledRequest(BaseModel):
-    """Fields of every request; null means the default. Unknown keys are refused: no option is lost in silence."""
+class WithoutNulls(BaseModel):
+    """Null means the default: clients write out the options that were not set."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+class SampledRequest(WithoutNulls):
+    """Fields of every request. Unknown keys are refused: no option is lost in silence."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     PROMPT_KEY: ClassVar[str]
@@ -130,11 +139,6 @@ class SampledRequest(BaseModel):
     stream_options: StreamOptions = StreamOptions()
     min_version: int | None = Field(default=None, ge=0)
     """Not OpenAI's: the answer waits for this weight version."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -5,6 +5,7 @@ Only rollouts that agents outside play are continued: their agents are still the
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,15 +59,20 @@ def answers(
 
 def turns(steps: Sequence[StepRecorded]) -> dict[str, tuple[int, int]]:
     """Recorded turns by agent, and its answers with all that may have been lost: their number decides a seed, which
-    none of the recorded ones may have had.
+    none of the recorded ones may have had. A call of which some answers were lost is no turn: it is repeated.
     """
-    shares: dict[str, list[float]] = {}
+    calls: dict[str, Counter[tuple[Any, ...]]] = {}
     for step in steps:
         metadata: Any = (step.metadata or {}).get("gateway")
         if isinstance(metadata, dict):
-            shares.setdefault(step.agent, []).append(1.0 / max(1, int(metadata.get("n", 1))))
+            body, key = metadata.get("body_sha256"), metadata.get("key_sha256")
+            call = (max(1, int(metadata.get("n", 1))), body, key, step.span_event_timestamp)
+            calls.setdefault(step.agent, Counter())[call] += 1
     num_lost = max((step.step_index + 1 for step in steps), default=0) - len(steps)
-    return {agent: (math.ceil(sum(found) - 1e-6), len(found) + num_lost) for agent, found in shares.items()}
+    return {
+        agent: (sum(num // call[0] for call, num in found.items()), found.total() + num_lost)
+        for agent, found in calls.items()
+    }
 
 
 def rewards_after_end(

@@ -4,10 +4,11 @@ Also the parts of an answer: its tool calls, in OpenAI's form, apart from its te
 """
 
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
@@ -208,3 +209,20 @@ def _is_behind_brace(text: str, at: int) -> bool:
     while at > 0 and text[at - 1].isspace():
         at -= 1
     return text[at - 1 : at] == "}"
+
+
+class Demonstrator(Protocol):
+    """The part of an environment that answers in the model's place, for a warm start."""
+
+    def demonstrate(self, session: Any, messages: Sequence[Message], agent: str) -> Any:
+        """Text of the answer, or an awaitable of it."""
+        ...
+
+
+async def demonstrated(demonstrator: Demonstrator, session: Any, messages: Sequence[Message], agent: str) -> str:
+    """The demonstrator's answer. Raises what it raises, and EnvironmentRunError for anything but text."""
+    text = demonstrator.demonstrate(session, messages, agent)
+    text = await text if inspect.isawaitable(text) else text
+    if not isinstance(text, str):
+        raise EnvironmentRunError(f"demonstrate() returned a {type(text).__name__}; expected text")
+    return text

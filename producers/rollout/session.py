@@ -3,10 +3,9 @@
 import asyncio
 import copy
 import functools
-import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.producers.engines.base import (
@@ -26,7 +25,17 @@ from rollstream.producers.rollout.journal import Journal
 from rollstream.producers.rollout.prompts import WrittenAnswers, history_of, prompt_of
 from rollstream.producers.rollout.recorded_call import ImportContext, fields_of, read_step
 from rollstream.producers.rollout.rendering import renderer_for
-from rollstream.producers.rollout.reply import Failure, Message, Parse, Reply, TurnsExhausted, plain, plain_messages
+from rollstream.producers.rollout.reply import (
+    Demonstrator,
+    Failure,
+    Message,
+    Parse,
+    Reply,
+    TurnsExhausted,
+    demonstrated,
+    plain,
+    plain_messages,
+)
 from rollstream.producers.rollout.rewards import RewardError, check_target, finite
 from rollstream.producers.rollout.user_code import refused_with_pause
 from rollstream.schemas import ids
@@ -35,14 +44,6 @@ from rollstream.schemas.events import StepRecorded, TaskRequested
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.settings import EXTERNAL
 from rollstream.schemas.variables import conceal
-
-
-class Demonstrator(Protocol):
-    """The part of an environment that answers in the model's place."""
-
-    def demonstrate(self, session: "Session", messages: Sequence[Message], agent: str) -> Any:
-        """Text of the answer, or an awaitable of it."""
-        ...
 
 
 class Session:
@@ -94,11 +95,9 @@ class Session:
         self._task = task
         self._settings = task.settings
         self._engine = engine
-        self._journal = journal
-        self._demonstrator = demonstrator
+        self._journal, self._demonstrator = journal, demonstrator
         self._play, self.gateway = play_scripted, gateway
-        self.rollout_id = journal.rollout_id
-        self.sampling = task.settings.sampling
+        self.rollout_id, self.sampling = journal.rollout_id, task.settings.sampling
         self.has_step, self.step, self.acknowledged = journal.has_step, journal.step, journal.acknowledged
         self.is_over = journal.is_over
         self._conversations: dict[str, Conversation] = {}
@@ -385,10 +384,11 @@ class Session:
         return Reply(text, step_index, "stop")
 
     async def _demonstration(self, messages: list[Message], agent: str, group: str) -> Generation:
-        text = self._demonstrator.demonstrate(self, messages, agent)
-        text = await text if inspect.isawaitable(text) else text
-        if not isinstance(text, str):
-            raise EnvironmentRunError(f"demonstrate() returned a {type(text).__name__}; expected text")
+        try:
+            text = await demonstrated(self._demonstrator, self, messages, agent)
+        except Exception as error:
+            self.failure = self.failure or Failure("environment_error", f"demonstrator: {describe(error)}", error)
+            raise
         return self._encoded(text, group)
 
     def _encoded(self, text: str, group: str) -> Generation:

@@ -142,6 +142,16 @@ def test_a_conversation_keeps_every_message_over_turns():
     assert [one["content"] for one in messages if one["role"] == "assistant"] == ["first\nanswer", "zweite ✓"]
 
 
+def test_arguments_of_calls_are_sent_as_text_though_templates_take_objects():
+    def history(arguments):
+        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [TALK[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    server = Server((200, {}, completion("x")))
+    ask(server, request(history({"a": 2**70, "b": "ü"})))
+    assert server.requests[0][2]["messages"] == history(f'{{"a": {2**70}, "b": "ü"}}')
+
+
 def test_a_base_model_gets_the_contents_alone_and_the_only_model_of_a_server_is_found():
     server = Server((200, {}, {"data": [{"id": "base"}]}), (200, {}, completion("x", "length")))
     (answer,) = ask(server, model=None, api="completions", api_key_variable=None)

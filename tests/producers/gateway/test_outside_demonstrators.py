@@ -61,10 +61,12 @@ def test_a_warm_start_without_a_demonstrator_fails_with_the_remedy(tmp_path):
     async def agent(outside: Any) -> None:
         refused = await outside.chat("3+4=", status=400)
         assert "set environment_config.demonstrator" in refused["error"]["message"]
-        await outside.end(error="no answer")
+        await outside.end()
 
     last = play_outside(tmp_path, agent, policy="demonstration").last
     assert isinstance(last, RolloutFailed)
+    assert last.cause == "environment_error"
+    assert last.message.startswith("demonstrator: EnvironmentRunError: a program outside has no demonstrator; set env")
 
 
 @pytest.mark.parametrize(

@@ -178,3 +178,11 @@ def test_unsupported_fields_of_a_message_are_refused_by_name(change, message):
 def test_a_count_passes_over_what_only_a_message_needs(extra):
     question = {key: value for key, value in ASK.items() if key != "max_tokens"}
     assert parse_count(question | extra).chat() == parse_count(question).chat()
+
+
+def test_null_means_the_default():
+    unset = dict.fromkeys(["tools", "tool_choice", "stop_sequences", "system", "metadata", "thinking", "top_p"])
+    assert parse_messages(ASK | unset).chat() == parse_messages(ASK).chat()
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    asked = parse_messages(ASK | {"tools": [tool | {"type": None, "description": None, "cache_control": None}]})
+    assert asked.chat() == parse_messages(ASK | {"tools": [tool]}).chat()

@@ -143,6 +143,23 @@ def test_answers_of_a_call_that_was_lost_in_part_are_not_given_with_those_of_its
     assert given == [["0", "1"], ["2", "3"], ["2", "3"]]
 
 
+def test_the_last_turn_is_there_for_the_repetition_of_a_call_that_was_lost_in_part(tmp_path):
+    async def ask(one):
+        return await one.chat("a", n=2, headers=keyed("first"))
+
+    async def killed(one):
+        await ask(one)
+        raise Killed
+
+    async def second(one):
+        assert len((await ask(one))["choices"]) == 2
+        await finish(one)
+
+    first = play_outside(tmp_path, killed, max_turns=1)
+    in_part = Played([event for event in first.events if event is not first.steps[-1]])
+    play_outside(tmp_path, second, before=in_part, max_turns=1).assert_complete()
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [(ModelError("the GPU is gone"), "the GPU is gone"), (ValueError("a secret"), "see the log of the producers")],
