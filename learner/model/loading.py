@@ -29,6 +29,8 @@ the last of those policies.
 POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions|embed_pos)(\.base_layer)?$")
 """Names of the modules that embed positions: inside an adapter if it targets them."""
 ALL_LINEAR = "all-linear"
+BY_LONGEST_ROW = ("dynamic", "longrope")
+"""Kinds of rotary embeddings for which transformers takes frequencies by the longest row of a forward pass."""
 EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
 """Names of the modules that may have one weight together."""
 
@@ -157,7 +159,9 @@ def has_plain_head(module: Any) -> bool:
 
 
 def num_positions(module: Any) -> int | None:
-    """The most tokens that a row can have, where positions are looked up in a table, as GPT-2's are; else None."""
+    """The most tokens that a row can have, None for any: positions are looked up in a table, as GPT-2's are, or rotated
+    otherwise in all rows of a forward pass if one of them is longer, as by Phi-3's longrope.
+    """
     found: list[int] = []
     decoder = inner(module).get_decoder()
     for name, part in decoder.named_modules():
@@ -165,7 +169,16 @@ def num_positions(module: Any) -> int | None:
             padding = 0 if part.padding_idx is None else part.padding_idx + 1
             found.append(len(part.weight) - int(getattr(part, "offset", padding)))
     found += [len(table) for name, table in decoder.named_buffers() if name.endswith(".embed_positions")]
+    found += _rotary_limits(decoder.config)
     return min(found, default=None)
+
+
+def _rotary_limits(config: Any) -> Iterator[int]:
+    """Lengths up to which embeddings of a kind in `BY_LONGEST_ROW` are the same whatever other rows there are."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for one in (parameters, *(layers for layers in parameters.values() if isinstance(layers, dict))):
+        if one.get("rope_type") in BY_LONGEST_ROW:
+            yield int(one.get("original_max_position_embeddings") or config.max_position_embeddings)
 
 
 def has_dropout(module: Any) -> bool:

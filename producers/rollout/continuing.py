@@ -59,7 +59,7 @@ def answers(
 
 def turns(steps: Sequence[StepRecorded]) -> dict[str, tuple[int, int]]:
     """Recorded turns by agent, and its answers with all that may have been lost: their number decides a seed, which
-    none of the recorded ones may have had. A call of which some answers were lost is no turn: it is repeated.
+    none of the recorded ones may have had. A call is not a turn if some of its answers were lost: it is repeated.
     """
     calls: dict[str, Counter[tuple[Any, ...]]] = {}
     for step in steps:

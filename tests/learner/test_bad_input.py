@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, OPTConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, LlamaConfig, OPTConfig, Phi3Config, Qwen2Config
 
 from rollstream.eventlog import files
 from rollstream.eventlog.files import base_sha256
@@ -148,6 +148,12 @@ def test_a_row_longer_than_the_table_of_positions_of_a_scorer_fails_its_job(tmp_
     asyncio.run(scenario())
 
 
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+SMALL |= {"max_position_embeddings": 64, "num_hidden_layers": 1, "intermediate_size": 32}
+FACTORS: dict[str, Any] = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONG: dict[str, Any] = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4}
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -155,6 +161,9 @@ def test_a_row_longer_than_the_table_of_positions_of_a_scorer_fails_its_job(tmp_
         (OPTConfig(max_position_embeddings=16), 16),
         (GPTJConfig(n_positions=16), 16),
         (Qwen2Config(), None),
+        (LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), 64),
+        (LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), None),
+        (Phi3Config(**SMALL, pad_token_id=0, rope_parameters=LONG, original_max_position_embeddings=16), 16),
     ],
 )
 def test_the_positions_of_a_model_are_counted_where_they_are_a_table(config: Any, expected: int | None) -> None:
