@@ -11,14 +11,16 @@ from rollstream.schemas.base import Settings, added
 
 Advantage = Literal[
     "group_std", "group_mean", "leave_one_out", "max_rl", "gdpo", "batch_std", "batch_mean", "reinforce_pp_baseline",
-    "per_agent", "hierarchical", "rae", "none"
+    "group_mean_batch_std", "per_agent", "hierarchical", "rae", "none"
 ]  # fmt: skip
 BATCH_WIDE = frozenset({"batch_std", "batch_mean"})
 """Estimators for which a whole batch is one group (a global baseline, as in REINFORCE++, arXiv 2501.03262)."""
-TRAINS_ON_FLAT_GROUPS = BATCH_WIDE | {"hierarchical", "rae", "gdpo", "none"}
-"""Estimators by which a group of equal rewards may have advantages."""
+TRAINS_ON_FLAT_GROUPS = BATCH_WIDE | {
+    "group_mean_batch_std", "reinforce_pp_baseline", "hierarchical", "rae", "gdpo", "none"
+}  # fmt: skip
+"""Estimators by which a group of equal rewards may have advantages, or counts in those of the others."""
 _OF_STEPS = {"leave_one_out": "group_mean", "rae": "per_agent", "gdpo": "group_std", "max_rl": "group_std",
-             "reinforce_pp_baseline": "group_std"}  # fmt: skip
+             "reinforce_pp_baseline": "group_std", "group_mean_batch_std": "group_std"}  # fmt: skip
 """Estimators of totals alone, and the settings to use for rewards of steps."""
 DUAL_CLIP = 3.0
 """Bound of the ratio at negative advantages, unless the configuration gives another (arXiv 1912.09729, section 3)."""
@@ -94,8 +96,9 @@ class PolicyGradientSettings(AlgorithmSettings):
     compared within their rollout, all others as by group_std. rae: with the agent's own moving average (SPIRAL,
     arXiv 2506.24119), which goes on from batch to batch. max_rl: by the task's mean reward in place of the deviation
     (arXiv 2602.02710). gdpo: each of several rewards is normalised by itself first (arXiv 2601.05242).
-    reinforce_pp_baseline: less the task's mean, then by the deviation of the batch (arXiv 2501.03262). none: the
-    reward as it is.
+    reinforce_pp_baseline: less the task's mean, then by the deviation of these differences in the batch
+    (arXiv 2501.03262). group_mean_batch_std: the same by the deviation of the batch's rewards (arXiv 2508.08221). none:
+    the reward as it is.
     """
     reward_weights: dict[str, FiniteFloat] = added({})
     """Weights by reward name, for gdpo; a reward without one has weight 1."""
@@ -257,11 +260,6 @@ class ReinforcePpSettings(ClippedSettings):
     """reinforce_pp_baseline: less the mean reward of the task's rollouts first."""
     clip_high: float = Field(default=0.2, gt=0)
     unbiased_kl: Literal[False] = added(False)  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    @property
-    def needs(self) -> Needs:
-        """A group of equal rewards counts in the batch's mean."""
-        return super().needs.model_copy(update={"flat_groups": self.advantage == "batch_std"})
 
 
 class RaeSettings(ClippedSettings):

@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,13 +99,27 @@ def against_group_by_batch(rewards: Sequence[float], members: Sequence[Member]) 
     """(r - mean of the group), divided by the root mean square of all such differences of the agent in the batch:
     REINFORCE++-baseline (arXiv 2501.03262).
     """
+    return _by_scale(rewards, members, lambda _, centred: math.sqrt(math.fsum(v**2 for v in centred) / len(centred)))
+
+
+def against_group_by_rewards(rewards: Sequence[float], members: Sequence[Member]) -> list[float]:
+    """(r - mean of the group), divided by the sample deviation of all rewards of the agent in the batch (arXiv
+    2508.08221; `scale_rewards="batch"` in TRL).
+    """
+    return _by_scale(rewards, members, lambda own, _: statistics.stdev(own) if len(own) > 1 else 1.0)
+
+
+def _by_scale(
+    rewards: Sequence[float], members: Sequence[Member], scale_of: Callable[[list[float], list[float]], float]
+) -> list[float]:
+    """Rewards less the means of their groups, by a scale of the agent's `(rewards, differences)` in the batch."""
     centred = by_group(rewards, [(member.group_id, member.agent) for member in members], "group_mean")
-    agents = {member.agent for member in members}
-    scale = {
-        agent: math.sqrt(math.fsum(squares) / len(squares)) + EPSILON
-        for agent in agents
-        if (squares := [value**2 for value, member in zip(centred, members, strict=True) if member.agent == agent])
-    }
+    own: dict[str, tuple[list[float], list[float]]] = {}
+    for reward, value, member in zip(rewards, centred, members, strict=True):
+        found = own.setdefault(member.agent, ([], []))
+        found[0].append(reward)
+        found[1].append(value)
+    scale = {agent: scale_of(*found) + EPSILON for agent, found in own.items()}
     return [value / scale[member.agent] for value, member in zip(centred, members, strict=True)]
 
 
@@ -229,6 +244,8 @@ def of_members(
         return decoupled(members, settings.reward_weights)
     if settings.advantage == "reinforce_pp_baseline":
         return against_group_by_batch(rewards, members)
+    if settings.advantage == "group_mean_batch_std":
+        return against_group_by_rewards(rewards, members)
     is_wide = settings.advantage in BATCH_WIDE
     groups: list[Hashable] = [("" if is_wide else member.group_id, member.agent) for member in members]
     if settings.advantage == "hierarchical":

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -168,6 +169,26 @@ def test_gdpo_normalises_each_reward_by_itself_before_they_are_added() -> None:
     weighted = advantages.of_members(found, settings.model_copy(update={"reward_weights": {"y": 3.0}}))
     assert weighted[1] > weighted[0]  # pyright: ignore[reportOperatorIssue]
     assert settings.needs.flat_groups, "equal sums may be unequal rewards"
+
+
+def test_group_mean_batch_std_divides_by_the_deviation_of_the_batchs_rewards() -> None:
+    rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+    members = [Member(f"g{index // 4}", "a", reward=reward) for index, reward in enumerate(rewards)]
+    found = advantages.of_members(members, GrpoSettings(advantage="group_mean_batch_std"))
+    tensor = torch.tensor(rewards, dtype=torch.float64).view(2, 4)
+    expected = (tensor - tensor.mean(1, keepdim=True)) / (tensor.std() + 1e-6)
+    assert found == pytest.approx(expected.flatten().tolist(), rel=1e-9)
+    assert found[0] == pytest.approx(1.403, abs=1e-3)
+
+
+def test_estimators_with_a_scale_of_the_batch_keep_groups_of_equal_rewards() -> None:
+    for settings in (
+        GrpoSettings(advantage="group_mean_batch_std"),
+        GrpoSettings(advantage="reinforce_pp_baseline"),
+        ReinforcePpSettings(advantage="reinforce_pp_baseline", kl_coefficient=0.1),
+        ReinforcePpSettings(),
+    ):
+        assert settings.needs.flat_groups
 
 
 def test_reinforce_pp_baseline_takes_the_groups_mean_and_the_batchs_scale() -> None:

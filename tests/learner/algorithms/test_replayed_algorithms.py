@@ -38,6 +38,7 @@ from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 ALGORITHMS: list[AlgorithmSettings] = [
     GrpoSettings(advantage="max_rl", mini_batches=2, kl_coefficient=0.1),
+    GrpoSettings(advantage="group_mean_batch_std"),
     GrpoSettings(advantage="reinforce_pp_baseline", aggregation="sequences", entropy_coefficient=0.01),
     GrpoSettings(off_policy=OffPolicySettings(level="token", mode="truncate"), mini_batches=3),
     GrpoSettings(off_policy=OffPolicySettings(level="token"), num_iterations=2),
