@@ -21,6 +21,7 @@ from rollstream.schemas.errors import RollstreamError
 
 COMMANDS = {
     "finetune": "finetune",
+    "validate": "finetune",
     "ingest": "ingest",
     "stop": "finetune",
     "rollback": "rollback",
@@ -42,6 +43,7 @@ COMMANDS = {
 }
 SUMMARIES = {
     "finetune": "Train from a configuration file, or resume a run.",
+    "validate": "Check a configuration file as finetune does, without training.",
     "ingest": "Train on the recorded steps of a file.",
     "stop": "Stop a run gracefully.",
     "rollback": "Return a model group of a run to an earlier version.",
