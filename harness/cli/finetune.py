@@ -63,7 +63,9 @@ def _configured(command: Callable[..., None]) -> Callable[..., None]:
 @_configured
 @click.option("--resume", metavar="RUN", help="Resume a run; for a run that has ended, save the final model again.")
 @click.option("--name", help="Prefix of the run's id (default: the file's name).")
-@click.option("--run_id", "--run-id", help="The run's full id, instead of a prefix and six digits; seeds depend on it.")
+@click.option(
+    "--run_id", "--run-id", help="The run's full id, instead of a prefix and six hex digits; seeds depend on it."
+)
 @click.option("--fork", metavar="RUN@VERSION", help="Start a new run from a weight version of another one.")
 @TRUST
 @WORKSPACE
@@ -162,7 +164,10 @@ def _interruption(interrupted: "Interrupted", resumed: str | None) -> str:
 @BOOTSTRAP_SERVERS
 @WORKSPACE
 def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
-    """Stop a run gracefully; the finetune process that conducts it saves the newest model and exits."""
+    """Stop a run gracefully.
+
+    The finetune process that conducts it saves the newest model and exits.
+    """
     from rollstream.harness.runs.outcome import is_trained
     from rollstream.harness.runs.plan import look_up
     from rollstream.harness.services.workspace import Workspace, on_log
@@ -189,7 +194,7 @@ def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
 @BOOTSTRAP_SERVERS
 @WORKSPACE
 def runs(bootstrap_servers: str | None, workspace: Path) -> None:
-    """List the runs of the log: state, jobs, versions, reward."""
+    """List runs: state, jobs, versions, reward."""
     from rollstream.harness.cli.terminal import runs_table
 
     print_runs(workspace, bootstrap_servers, runs_table)

@@ -32,13 +32,25 @@ class ListByDefault(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         return super().resolve_command(ctx, self._completed(args))
 
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Those of `list`, or a command."""
+        return [*self.commands["list"].collect_usage_pieces(ctx), "| COMMAND [ARGS]..."]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Those of `list`, then the commands."""
+        self.commands["list"].format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
     def _completed(self, args: list[str]) -> list[str]:
         return args if args and args[0] in self.commands else ["list", *args]
 
 
 @click.group(cls=ListByDefault)
 def jobs() -> None:
-    """List the training jobs of the log, or of one RUN or model GROUP (`RUN/NAME`); show or cancel one."""
+    """List training jobs; show or cancel one.
+
+    Without a command, lists the jobs of the log, or of one RUN or model GROUP (`RUN/NAME`).
+    """
 
 
 @jobs.command("list")

@@ -40,7 +40,7 @@ def merge(
     bootstrap_servers: str | None,
     workspace: Path,
 ) -> None:
-    """Write a version as a whole model that transformers and vLLM load.
+    """Write a version as a whole model for transformers and vLLM.
 
     RUN@VERSION is of the model group `policy`, RUN/NAME@VERSION of another one. An adapter is merged into its base
     model, which has to be there.

@@ -65,7 +65,7 @@ class RunRequest(NamedTuple):
     """Name of a new run."""
     resume: str | None = None
     run_id: str | None = None
-    """Id of a new run, in place of its name and six digits."""
+    """Id of a new run, in place of its name and six hex digits."""
     fork: ForkPoint | None = None
     trust: bool = False
     """Trust the names in the stored configuration of the run to resume like those of the user's own file."""

@@ -7,7 +7,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from rollstream.harness.cli import job_commands as command
 from rollstream.harness.cli.job_commands import ListByDefault, cancel_job, chosen_runs, find_job, lines_of
 from rollstream.harness.cli.terminal import jobs_table
 from rollstream.harness.runs.follower import read_runs
@@ -122,8 +121,3 @@ def test_an_unknown_command_is_an_argument_of_list(written: list[str], reported:
 
 def print_call(name: str, given: tuple[str, ...]) -> None:
     click.echo(f"{name} {given}")
-
-
-def test_help_names_the_commands() -> None:
-    output = CliRunner().invoke(command.jobs, ["--help"]).output
-    assert all(name in output for name in ("list", "show", "cancel"))
