@@ -70,7 +70,7 @@ def list_jobs(chosen: str | None, bootstrap_servers: str | None, workspace: Path
 @BOOTSTRAP_SERVERS
 @WORKSPACE
 def show(job: str, bootstrap_servers: str | None, workspace: Path) -> None:
-    """Show the job of this id (`RUN/NAME`): status, progress, versions, data and error."""
+    """Show the job of this id (`RUN/NAME`): state, progress, versions, data and error."""
     from rollstream.harness.services.workspace import Workspace, on_log
 
     async def show(log: "EventLog") -> None:
@@ -118,7 +118,7 @@ async def cancel_job(
 
     job = await find_job(log, job_id)
     if job.is_over:
-        raise ConfigError(f"job {job_id} is over ({job.status}); only an open job can be cancelled")
+        raise ConfigError(f"job {job_id} is over ({job.state}); only an open job can be cancelled")
     await log.send_all(cancel_events(job, CAUSE, now_ms()))
 
 
@@ -141,7 +141,7 @@ def chosen_runs(found: "list[Progress]", chosen: str | None) -> "list[Progress]"
 def lines_of(job: "FineTuneJob") -> list[str]:
     """Lines that `show` prints."""
     submitted, fields = job.submitted, dict[str, Any]()
-    fields |= {"job": job.job_id, "status": job.status, "progress": f"{job.progress:g} %"}
+    fields |= {"job": job.job_id, "state": job.state, "progress": f"{job.progress:g} %"}
     if submitted is not None:
         settings = submitted.settings
         fields |= {"model_group": submitted.model_group, "kind": settings.kind, "algorithm": settings.algorithm.name}

@@ -37,7 +37,7 @@ def test_a_job_is_listed_by_run_and_by_model_group_and_shown(rig: GroupRig) -> N
         assert reported.pop("data").endswith(".jsonl")
         assert reported == {
             "job": job_id,
-            "status": "pending",
+            "state": "running",
             "progress": "0 %",
             "model_group": GROUP,
             "kind": "sft",
@@ -75,7 +75,7 @@ def test_a_skipped_job_is_shown_with_the_reason(rig: GroupRig) -> None:
         async with await rig.open(min_examples=10) as group:
             job_id = await group.create_supervised_fine_tune_job(SFT)
         reported = "\n".join(lines_of(await find_job(rig.log, job_id)))
-        assert "status          succeeded" in reported
+        assert "state           skipped" in reported
         assert "error           skipped: 2 examples, at least 10 are needed" in reported
 
     asyncio.run(body())
