@@ -45,6 +45,15 @@ def beside(path: Path, *, is_synced: bool = True, is_alone: bool = False) -> Ite
         os.replace(temporary, path)
 
 
+def obstacle(folder: Path) -> str:
+    """The reason why a folder cannot be created or written, as far as that shows without creating it; else empty."""
+    path = folder.absolute()
+    nearest = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if not nearest.is_dir():
+        return f"{nearest} is not a folder"
+    return "" if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} is not writable"
+
+
 def named_beside(name: str) -> str:
     """Undo the temporary name that `beside` gave to what a killed process was making; other names stay."""
     return _TEMPORARY.sub("", name)

@@ -1,5 +1,6 @@
 """An agent with OpenAI's client and two tools, a calculator and an SQL database, trained by the rollouts that it plays.
 
+    pip install openai  # the client is not installed with rollstream
     python examples/agents/shop.py --workspace .rollstream --players 8
 
 It claims the rollouts of `examples/agents/shop.yaml`, which may begin later, and ends once the gateway was gone for

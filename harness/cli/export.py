@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 def export(
     run: str, output: Path | None, weights: bool, partial: bool, bootstrap_servers: str | None, workspace: Path
 ) -> None:
-    """Keep a run as Parquet files (zstd), its artifacts and a manifest of hashes; `replay --export` reads it."""
+    """Export a run as Parquet files with a manifest of hashes.
+
+    Its artifacts are kept beside them; `replay --export` reads it.
+    """
     from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.eventlog.log import EventLog
     from rollstream.harness.replays.kept import check_ends
@@ -86,7 +89,10 @@ def export(
 def rebuild(
     source: Path | None, output: Path | None, partial: bool, bootstrap_servers: str | None, workspace: Path
 ) -> None:
-    """Rebuild the metrics file from the topics, or the rows of one run from its export."""
+    """Rebuild the metrics file from the topics or an export.
+
+    From an export, only the rows of its run are rebuilt.
+    """
     from rollstream.eventlog.kafka.log import KafkaLog
     from rollstream.harness.replays.kept import check_ends
     from rollstream.harness.services.workspace import Workspace, broker_of

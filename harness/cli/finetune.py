@@ -1,9 +1,9 @@
-"""Commands `finetune`, `stop` and `runs`."""
+"""Commands `finetune`, `validate`, `stop` and `runs`."""
 
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -15,34 +15,57 @@ from rollstream.harness.services.live_line import clear_line, terminal_behind
 from rollstream.schemas.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from rollstream.eventlog.log import EventLog
     from rollstream.harness.finetune import Interrupted, Request
     from rollstream.harness.runs.progress import Progress
 
 
+CONFIGURATION = (
+    click.option(
+        "--config_file", "--config-file", type=click.Path(path_type=Path), required=True, help="The run's YAML file."
+    ),
+    click.option(
+        "--dataset", type=click.Path(path_type=Path), help="Dataset file, instead of the one in the configuration."
+    ),
+    click.option(
+        "--result_json_path",
+        metavar="FILE|JSONPATH",
+        help="Write the outcome to this file as JSON; a value that starts with $ is the JSON path of an endpoint's "
+        "answer.",
+    ),
+    click.option("--endpoint", metavar="URL", help="Base URL of a running workflow that runs the rollouts."),
+    click.option(
+        "--endpoint_timeout",
+        type=click.IntRange(min=1),
+        help="Timeout of one request to the endpoint in seconds (300).",
+    ),
+    click.option(
+        "--override", "-o", type=(str, str), multiple=True, metavar="KEY VALUE", help="Set a key by dotted path."
+    ),
+    click.option("--validation_dataset", type=click.Path(path_type=Path), help="Validation dataset."),
+    click.option("--validation_interval", type=click.IntRange(min=1), help="Number of epochs between validations (5)."),
+    click.option(
+        "--validation_config_file", type=click.Path(path_type=Path), help="Configuration file of the validation."
+    ),
+)
+"""Options that choose or change the configuration of a run."""
+
+
+def _configured(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(CONFIGURATION):
+        command = option(command)
+    return command
+
+
 @click.command()
-@click.option(
-    "--config_file", "--config-file", type=click.Path(path_type=Path), required=True, help="The run's YAML file."
-)
-@click.option(
-    "--dataset", type=click.Path(path_type=Path), help="Dataset file, instead of the one in the configuration."
-)
-@click.option(
-    "--result_json_path",
-    metavar="FILE|JSONPATH",
-    help="Write the outcome to this file as JSON; a value that starts with $ is the JSON path of an endpoint's answer.",
-)
-@click.option("--endpoint", metavar="URL", help="Base URL of a running workflow that runs the rollouts.")
-@click.option(
-    "--endpoint_timeout", type=click.IntRange(min=1), help="Timeout of one request to the endpoint in seconds (300)."
-)
-@click.option("--override", "-o", type=(str, str), multiple=True, metavar="KEY VALUE", help="Set a key by dotted path.")
+@_configured
 @click.option("--resume", metavar="RUN", help="Resume a run; for a run that has ended, save the final model again.")
 @click.option("--name", help="Prefix of the run's id (default: the file's name).")
-@click.option("--run_id", "--run-id", help="The run's full id, instead of a prefix and six digits; seeds depend on it.")
-@click.option("--validation_dataset", type=click.Path(path_type=Path), help="Validation dataset.")
-@click.option("--validation_interval", type=click.IntRange(min=1), help="Number of epochs between validations (5).")
-@click.option("--validation_config_file", type=click.Path(path_type=Path), help="Configuration file of the validation.")
+@click.option(
+    "--run_id", "--run-id", help="The run's full id, instead of a prefix and six hex digits; seeds depend on it."
+)
 @click.option("--fork", metavar="RUN@VERSION", help="Start a new run from a weight version of another one.")
 @TRUST
 @WORKSPACE
@@ -62,16 +85,50 @@ def finetune(
     from rollstream.harness.finetune import Request
     from rollstream.replay.fork import parse_fork
 
-    is_json_path = result_json_path is not None and result_json_path.startswith("$")
-    result = None if result_json_path is None or is_json_path else Path(result_json_path)
-    shown = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
-    shown["result_json_path"] = result_json_path if is_json_path else None
+    result, shown = _result_and_options(result_json_path, options)
     if fork is not None and resume is not None:
         raise ConfigError("--fork starts a new run and --resume continues one; give only one of them")
     if run_id is not None and (resume is not None or name is not None):
         raise ConfigError("--run_id is the full id of a new run; remove --name and --resume")
     parent = None if fork is None else parse_fork(fork)
     train(Request(config_file, workspace, override, shown, resume, name, result, parent, run_id, trust))
+
+
+def _result_and_options(
+    result_json_path: str | None, options: Mapping[str, Path | str | int | None]
+) -> "tuple[Path | None, dict[str, JsonValue]]":
+    """The file of the result, and the options that override `finetuning.run_configuration`."""
+    is_json_path = result_json_path is not None and result_json_path.startswith("$")
+    result = None if result_json_path is None or is_json_path else Path(result_json_path)
+    found: dict[str, JsonValue] = {
+        key: str(value) if isinstance(value, Path) else value for key, value in options.items()
+    }
+    return result, {**found, "result_json_path": result_json_path if is_json_path else None}
+
+
+@click.command()
+@_configured
+@WORKSPACE
+def validate(
+    config_file: Path,
+    result_json_path: str | None,
+    override: tuple[tuple[str, str], ...],
+    workspace: Path,
+    **options: Path | str | int | None,
+) -> None:
+    """Check a configuration file as finetune does, without training.
+
+    Starts no broker and no service, and writes nothing. Weight versions of other runs, which only the log has, are not
+    checked.
+    """
+    from rollstream.harness.validate import validate as check
+
+    _log_to((_terminal_handler(),), logging.WARNING)
+    result, shown = _result_and_options(result_json_path, options)
+    found = check(config_file, workspace, override, shown, result)
+    click.echo(f"{config_file} is valid")
+    for heading, value in found.items():
+        click.echo(f"{heading:<12} {value}")
 
 
 def train(request: "Request") -> None:
@@ -107,7 +164,10 @@ def _interruption(interrupted: "Interrupted", resumed: str | None) -> str:
 @BOOTSTRAP_SERVERS
 @WORKSPACE
 def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
-    """Stop a run gracefully; the finetune process that conducts it saves the newest model and exits."""
+    """Stop a run gracefully.
+
+    The finetune process that conducts it saves the newest model and exits.
+    """
     from rollstream.harness.runs.outcome import is_trained
     from rollstream.harness.runs.plan import look_up
     from rollstream.harness.services.workspace import Workspace, on_log
@@ -134,7 +194,7 @@ def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
 @BOOTSTRAP_SERVERS
 @WORKSPACE
 def runs(bootstrap_servers: str | None, workspace: Path) -> None:
-    """List the runs of the log: state, jobs, versions, reward."""
+    """List runs: state, jobs, versions, reward."""
     from rollstream.harness.cli.terminal import runs_table
 
     print_runs(workspace, bootstrap_servers, runs_table)
@@ -182,12 +242,20 @@ def _configure_logging(workspace: Path) -> None:
     layout.create()
     to_file = RotatingFileHandler(layout.logs / "finetune.log", maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    to_terminal = _TerminalHandler(sys.stderr)
-    to_terminal.setLevel(logging.WARNING)
-    to_terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    # messages of libraries go to the file only
-    to_terminal.addFilter(lambda record: record.name.startswith("rollstream"))
-    logging.captureWarnings(True)
-    logging.basicConfig(level=logging.INFO, handlers=[to_file, to_terminal], force=True)
-    conceal_logs()
+    _log_to((to_file, _terminal_handler()), logging.INFO)
     logging.getLogger("aiokafka").setLevel(logging.WARNING)
+
+
+def _terminal_handler() -> logging.Handler:
+    """Warnings on the terminal; those of libraries are left out."""
+    handler = _TerminalHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    handler.addFilter(lambda record: record.name.startswith("rollstream"))
+    return handler
+
+
+def _log_to(handlers: Iterable[logging.Handler], level: int) -> None:
+    logging.captureWarnings(True)
+    logging.basicConfig(level=level, handlers=handlers, force=True)
+    conceal_logs()

@@ -25,7 +25,7 @@ from rollstream.harness.cli.serve import WORKSPACE
 )
 @click.option("--resume", metavar="RUN", help="Resume a run that was started from the same file.")
 @click.option("--name", help="Prefix of the run's id (default: the configuration's name).")
-@click.option("--run_id", "--run-id", help="The run's full id, instead of a prefix and six digits.")
+@click.option("--run_id", "--run-id", help="The run's full id, instead of a prefix and six hex digits.")
 @WORKSPACE
 def ingest(
     file: Path,
@@ -37,9 +37,9 @@ def ingest(
     run_id: str | None,
     workspace: Path,
 ) -> None:
-    """Train on recorded steps: FILE becomes the rollouts of a new run.
+    """Train on the recorded steps of a file.
 
-    Each line of FILE is a JSON object, of any of these kinds:
+    FILE becomes the rollouts of a new run. Each line of it is a JSON object, of any of these kinds:
 
     \b
     - an IntermediateStep as NAT writes it; steps of one workflow run form a rollout, rollouts with equal input share an

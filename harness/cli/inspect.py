@@ -25,7 +25,14 @@ def status(bootstrap_servers: str | None, workspace: Path) -> None:
 
 @click.command()
 @click.argument("query")
-@click.option("--format", "form", type=click.Choice(["table", "json", "csv", "parquet"]), default="table")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json", "csv", "parquet"]),
+    default="table",
+    show_default=True,
+    help="Format of the result.",
+)
 @click.option("--output", type=click.Path(path_type=Path), help="Write to a file (needed for parquet).")
 @click.option(
     "--limit", type=click.IntRange(1, 1_000_000), default=10_000, show_default=True, help="Maximum number of rows."
@@ -55,7 +62,7 @@ def sql(query: str, form: str, output: Path | None, limit: int, workspace: Path)
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="PNG file (default: RUN.png).")
 @WORKSPACE
 def plot(run: str, output: Path | None, workspace: Path) -> None:
-    """Plot a run's reward with its range, and the curriculum's percentile."""
+    """Plot a run's reward and the curriculum's percentile."""
     from rollstream.harness.cli.terminal import writing
     from rollstream.metrics.plot import plot_run
 
@@ -67,7 +74,7 @@ def plot(run: str, output: Path | None, workspace: Path) -> None:
 
 @click.command("tiny-model")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--seed", type=int, default=0)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights.")
 @click.option(
     "--hidden-size",
     type=click.IntRange(min=8),

@@ -32,13 +32,25 @@ class ListByDefault(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         return super().resolve_command(ctx, self._completed(args))
 
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Those of `list`, or a command."""
+        return [*self.commands["list"].collect_usage_pieces(ctx), "| COMMAND [ARGS]..."]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Those of `list`, then the commands."""
+        self.commands["list"].format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
     def _completed(self, args: list[str]) -> list[str]:
         return args if args and args[0] in self.commands else ["list", *args]
 
 
 @click.group(cls=ListByDefault)
 def jobs() -> None:
-    """List the training jobs of the log, or of one RUN or model GROUP (`RUN/NAME`); show or cancel one."""
+    """List training jobs; show or cancel one.
+
+    Without a command, lists the jobs of the log, or of one RUN or model GROUP (`RUN/NAME`).
+    """
 
 
 @jobs.command("list")
@@ -58,7 +70,7 @@ def list_jobs(chosen: str | None, bootstrap_servers: str | None, workspace: Path
 @BOOTSTRAP_SERVERS
 @WORKSPACE
 def show(job: str, bootstrap_servers: str | None, workspace: Path) -> None:
-    """Show the job of this id (`RUN/NAME`): status, progress, versions, data and error."""
+    """Show the job of this id (`RUN/NAME`): state, progress, versions, data and error."""
     from rollstream.harness.services.workspace import Workspace, on_log
 
     async def show(log: "EventLog") -> None:
@@ -106,7 +118,7 @@ async def cancel_job(
 
     job = await find_job(log, job_id)
     if job.is_over:
-        raise ConfigError(f"job {job_id} is over ({job.status}); only an open job can be cancelled")
+        raise ConfigError(f"job {job_id} is over ({job.state}); only an open job can be cancelled")
     await log.send_all(cancel_events(job, CAUSE, now_ms()))
 
 
@@ -129,7 +141,7 @@ def chosen_runs(found: "list[Progress]", chosen: str | None) -> "list[Progress]"
 def lines_of(job: "FineTuneJob") -> list[str]:
     """Lines that `show` prints."""
     submitted, fields = job.submitted, dict[str, Any]()
-    fields |= {"job": job.job_id, "status": job.status, "progress": f"{job.progress:g} %"}
+    fields |= {"job": job.job_id, "state": job.state, "progress": f"{job.progress:g} %"}
     if submitted is not None:
         settings = submitted.settings
         fields |= {"model_group": submitted.model_group, "kind": settings.kind, "algorithm": settings.algorithm.name}

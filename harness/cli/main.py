@@ -21,6 +21,7 @@ from rollstream.schemas.errors import RollstreamError
 
 COMMANDS = {
     "finetune": "finetune",
+    "validate": "finetune",
     "ingest": "ingest",
     "stop": "finetune",
     "rollback": "rollback",
@@ -42,25 +43,27 @@ COMMANDS = {
 }
 SUMMARIES = {
     "finetune": "Train from a configuration file, or resume a run.",
+    "validate": "Check a configuration file as finetune does, without training.",
     "ingest": "Train on the recorded steps of a file.",
     "stop": "Stop a run gracefully.",
     "rollback": "Return a model group of a run to an earlier version.",
-    "runs": "List the runs of a workspace.",
-    "jobs": "List the training jobs of its runs; show or cancel one.",
-    "serve": "Run one service.",
-    "health": "Check whether a service is alive (exit status 0).",
-    "status": "Show services, lag by topic and version by engine.",
-    "sql": "Query the metrics with SQL.",
-    "plot": "Plot a run's rewards.",
+    "runs": "List runs: state, jobs, versions, reward.",
+    "jobs": "List training jobs; show or cancel one.",
+    "serve": "Run one service until SIGTERM or Ctrl-C.",
+    "health": "Check whether a service is alive.",
+    "status": "Show services, lag by topic and newest version by engine.",
+    "sql": "Query the metrics with read-only SQL, during or after a run.",
+    "plot": "Plot a run's reward and the curriculum's percentile.",
     "dlq": "Show dead letters and send their records again.",
-    "replay": "Replay a run and report whether the result is identical.",
-    "match": "Play a recorded match again, with any two versions.",
+    "replay": "Replay a run and compare its results, or run a what-if.",
+    "match": "Play a recorded match again, with the same or other players.",
     "export": "Export a run as Parquet files with a manifest of hashes.",
     "rebuild": "Rebuild the metrics file from the topics or an export.",
-    "merge": "Write a version as a whole model, its adapter merged.",
+    "merge": "Write a version as a whole model for transformers and vLLM.",
     "gc": "Remove weights that are no longer needed.",
     "tiny-model": "Create a tiny model and tokenizer for trying things out.",
 }
+"""The first paragraph of each command's help, so that listing the commands imports none of them."""
 EXIT_INTERRUPTED = 130
 ERRORS_OF_A_PATH = (
     errno.ENOENT,

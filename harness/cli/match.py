@@ -47,9 +47,9 @@ def match(
     bootstrap_servers: str | None,
     workspace: Path,
 ) -> None:
-    """Play a match of a run again, with the versions that played it or with others. Writes nothing.
+    """Play a recorded match again, with the same or other players.
 
-    With the recorded players the moves are compared with the recorded ones.
+    Writes nothing. With the recorded players the moves are compared with the recorded ones.
     """
     from rollstream.harness.services.workspace import broker_of
     from rollstream.replay.source import Source, check_export

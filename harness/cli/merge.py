@@ -9,6 +9,7 @@ import click
 
 from rollstream.harness.cli.rollback import parse_target
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.config.checks import is_hub_name
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 from rollstream.schemas.variables import variables_in
 
@@ -40,7 +41,7 @@ def merge(
     bootstrap_servers: str | None,
     workspace: Path,
 ) -> None:
-    """Write a version as a whole model that transformers and vLLM load.
+    """Write a version as a whole model for transformers and vLLM.
 
     RUN@VERSION is of the model group `policy`, RUN/NAME@VERSION of another one. An adapter is merged into its base
     model, which has to be there.
@@ -81,8 +82,8 @@ def check_output(output: Path) -> None:
 
 def check_base(path: str, target: str) -> None:
     """Raises ConfigError if the base model is not here, or if its path names a variable: no record expands one."""
-    names, is_hub_name = variables_in(path), len(path.split("/")) <= 2 and not path.startswith((".", "~", "/"))
-    if names or not (is_hub_name or Path(path).expanduser().is_dir()):
+    names = variables_in(path)
+    if names or not (Path(path).expanduser().is_dir() or is_hub_name(path)):
         why = f"names the variable {min(names)}" if names else "is not there"
         raise ConfigError(f"{target}: its base model {path} {why}; give its folder as --base_model")
 

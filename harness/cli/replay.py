@@ -65,9 +65,9 @@ def replay(
     bootstrap_servers: str | None,
     workspace: Path,
 ) -> None:
-    """Replay a run and report whether the result is identical (exit status 1 if not), or run a what-if.
+    """Replay a run and compare its results, or run a what-if.
 
-    --verify and --train write nothing.
+    The exit status is 1 if a result is not identical. --verify and --train write nothing.
     """
     from rollstream.harness.replays.run import ReplayRequest, replay_run
     from rollstream.harness.services.workspace import broker_of

@@ -22,13 +22,21 @@ if TYPE_CHECKING:
 
 SERVICES = ("broker", "producers", "processors", "learner", "metrics", "gateway", "endpoint")
 WORKSPACE = click.option(
-    "--workspace", "-w", type=click.Path(path_type=Path), envvar="ROLLSTREAM_WORKSPACE", default=Path(".rollstream")
+    "--workspace",
+    "-w",
+    type=click.Path(path_type=Path),
+    envvar="ROLLSTREAM_WORKSPACE",
+    default=Path(".rollstream"),
+    show_default=True,
+    show_envvar=True,
+    help="The workspace: a folder with broker, logs, metrics and checkpoints.",
 )
 
 
 BOOTSTRAP_SERVERS = click.option(
     "--bootstrap_servers",
     envvar="ROLLSTREAM_BOOTSTRAP_SERVERS",
+    show_envvar=True,
     help="Bootstrap servers of a Kafka cluster, instead of the workspace's own broker.",
 )
 
@@ -53,7 +61,9 @@ TRUST = click.option(
     "by spaces; quote an entry that has some.",
 )
 def serve(service: str, name: str | None, settings: str | None, allow: tuple[str, ...]) -> None:
-    """Run one long-running service until SIGTERM or Ctrl-C. ROLLSTREAM_WORKSPACE names its workspace (.rollstream).
+    """Run one service until SIGTERM or Ctrl-C.
+
+    ROLLSTREAM_WORKSPACE names its workspace (.rollstream).
 
     \b
     gateway  answers OpenAI's and Anthropic's APIs. Settings with model_group: with that group's newest weights,
@@ -84,7 +94,10 @@ def _of_engine(settings: "ServiceSettings") -> frozenset[str]:
 @click.argument("name")
 @WORKSPACE
 def health(name: str, workspace: Path) -> None:
-    """Exit 0 if the service NAME sent a recent heartbeat, else 1."""
+    """Check whether a service is alive.
+
+    Exit status 0 if the service NAME sent a recent heartbeat, else 1.
+    """
     from rollstream.harness.services.liveness import read_sign
     from rollstream.harness.services.workspace import Workspace
 

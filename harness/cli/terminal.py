@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollstream.eventlog.disk_space import FULL
-from rollstream.harness.runs.follower import state_of
 from rollstream.harness.runs.progress import JobProgress, Progress
 from rollstream.metrics.sql.table import table
 from rollstream.schemas import ids
+from rollstream.schemas.events.run_states import JobState, job_state, run_state
 from rollstream.schemas.settings import ForkPoint
 
 JOBS_COLUMNS = (
@@ -41,9 +41,9 @@ def runs_table(runs: Sequence[Progress]) -> str:
     rows = [
         (
             progress.run_id,
-            state_of(progress),
+            run_state(progress.ended),
             progress.run.started_at if progress.run else "",
-            ", ".join(f"{ids.name_of(name)} {job_state(progress, job)}" for name, job in progress.jobs.items()),
+            ", ".join(f"{ids.name_of(name)} {state_of_job(progress, job)}" for name, job in progress.jobs.items()),
             max(0, progress.version + 1),
             _reward(progress),
             _fork(progress.run.parent if progress.run else None),
@@ -64,26 +64,27 @@ def jobs_table(runs: Sequence[Progress], model_group: str | None = None) -> str:
     return as_table(JOBS_COLUMNS, rows) if rows else "no jobs yet"
 
 
-def job_state(progress: Progress, job: JobProgress) -> str:
-    """queued, running, succeeded, failed, cancelled or skipped; jobs left when their run ends are cancelled."""
-    if job.outcome is not None:
-        return job.outcome
-    if progress.ended is not None:
-        return "cancelled"
-    return "running" if job.started or job.trained else "queued"
+def state_of_job(progress: Progress, job: JobProgress) -> JobState:
+    """The state of one of the jobs of a run."""
+    return job_state(
+        job.outcome,
+        is_started=job.started is not None,
+        has_progressed=job.has_progressed,
+        has_run_ended=progress.ended is not None,
+    )
 
 
 def _job_row(progress: Progress, job_id: str, job: JobProgress) -> tuple[object, ...]:
     submitted, skipped = job.submitted, job.skipped
     if submitted is None:
         assert skipped is not None
-        names = progress.run_id, ids.name_of(job_id), skipped.job_kind, job_state(progress, job), skipped.model_group
+        names = progress.run_id, ids.name_of(job_id), skipped.job_kind, state_of_job(progress, job), skipped.model_group
         return *names, "", 0, 0, 0, skipped.version, ""
     return (
         progress.run_id,
         ids.name_of(job_id),
         submitted.settings.kind,
-        job_state(progress, job),
+        state_of_job(progress, job),
         submitted.model_group,
         submitted.settings.algorithm.name,
         job.trained.version - submitted.base_version if job.trained else 0,

@@ -164,10 +164,17 @@ def check_model(path: str, location: str, engine: str = "") -> None:
                 "chat_template.jinja to the folder, for example that of the model's instruct version"
             )
         return
-    parts = path.split("/")
-    is_hub_name = len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not Path(parts[0]).is_dir()
-    if not is_hub_name:
+    if not is_hub_name(path):
         raise ConfigError(f"{location}: folder {path} does not exist; give a transformers folder or a hub name")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path that is not a folder can be the name of a model on the hub: NAME or OWNER/NAME.
+
+    A path below a folder that exists here is not one, but a misspelt path.
+    """
+    parts = path.split("/")
+    return len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not Path(parts[0]).is_dir()
 
 
 def check_hub(path: str, location: str) -> None:

@@ -95,15 +95,6 @@ async def read_runs(log: EventLog) -> list[Progress]:
     return [progress for progress in runs.values() if progress.run is not None]
 
 
-def state_of(progress: Progress) -> str:
-    """Outcome of the run; `open` if it has none, or `not ended` once its training is over: its RunEnded is to come or
-    is missing.
-    """
-    if progress.ended is not None:
-        return progress.ended.cause
-    return "not ended" if progress.is_training_over() else "open"
-
-
 async def records_of(
     log: EventLog, topic: str, run_id: str, key: str, skipped: tuple[str, ...] = MOST_RECORDS
 ) -> AsyncGenerator[Received, None]:

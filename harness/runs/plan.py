@@ -69,9 +69,7 @@ async def new_run(
     config = loaded.config
     examples = examples_of(config) if examples is None else examples
     run_id = run_id or ids.new_run_id(name)
-    jobs = jobs_of(config, run_id, is_fork=parent is not None)
-    check_manifests(jobs)
-    check_attempts(jobs)
+    jobs = checked_jobs(config, run_id, is_fork=parent is not None)
     await check_frozen(log, config, run_id)
     started = RunStarted(
         run_id=run_id,
@@ -89,6 +87,14 @@ async def new_run(
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     return RunPlan(started, jobs, is_new=True)
+
+
+def checked_jobs(config: RunConfig, run_id: str, *, is_fork: bool) -> tuple[JobSpec, ...]:
+    """The jobs of a new run. Raises ConfigError for records that could become too large."""
+    jobs = jobs_of(config, run_id, is_fork=is_fork)
+    check_manifests(jobs)
+    check_attempts(jobs)
+    return jobs
 
 
 async def check_frozen(log: EventLog, config: RunConfig, run_id: str) -> None:

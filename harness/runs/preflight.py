@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from rollstream.eventlog.files import obstacle
 from rollstream.harness.config import nat_workflows
 from rollstream.harness.config.checks import check_hub, check_model, check_ranks, check_teacher
 from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of, served_models
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 def check_paths(config: RunConfig) -> None:
     """Raises ConfigError if libraries or the model folder are missing, the learner's processes cannot train a job, or
-    the output folder cannot be written.
+    the output folder cannot be written. Creates nothing.
     """
     if config.builder.services == "managed" and not config.is_external:
         check_learner()
@@ -64,16 +65,8 @@ def check_paths(config: RunConfig) -> None:
             check_teacher(one.adapter.algorithm, config.builder.sampling, path, at, served_models(config))
     check_ranks(config, jobs_of(config, "run"))
     folder = config.finetuning.output_dir
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"finetuning.output_dir: {folder} cannot be created: {error.strerror}; choose another folder"
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"finetuning.output_dir: {folder} is not writable; choose another folder or change its permissions"
-        )
+    if why := obstacle(folder):
+        raise ConfigError(f"finetuning.output_dir: {folder} cannot be used: {why}; choose another folder")
 
 
 def check_result(path: Path | None) -> None:

@@ -7,7 +7,7 @@ different topics does not matter (the log keeps the order within a partition).
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from rollstream.eventlog import terms
 from rollstream.eventlog.terms import Owner
@@ -32,6 +32,7 @@ from rollstream.schemas.events import (
     WeightsLoaded,
     WeightsPublished,
 )
+from rollstream.schemas.events.run_states import JobOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,12 @@ class JobProgress:
     trained: StepTrained | None = None
     """The newest trained step."""
     percent: float = 0.0
+    has_progressed: bool = False
     validated: Mapping[int, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
     """Groups of the newest validation that are closed, by its epoch."""
     skipped: JobSkipped | None = None
     """Instead of `submitted`, of a job that had too little to train on."""
-    outcome: Literal["succeeded", "failed", "cancelled", "skipped"] | None = None
+    outcome: JobOutcome | None = None
     final_version: int = -1
     error: str = ""
     ended_at_ms: int = 0
@@ -120,12 +122,6 @@ class Progress:
         newest = self.published.get(model_group, NOTHING_PUBLISHED).newest
         return -1 if newest is None else newest.version
 
-    def is_training_over(self) -> bool:
-        """Whether the training job and those that train other model groups on its tasks have ended."""
-        main = ids.job_id(self.run_id, ids.TRAINING)
-        beside = [job for job in self.jobs.values() if job.started is not None and job.started.plan.tasks_of == main]
-        return all(job.outcome is not None for job in (self.job(main), *beside))
-
     def job(self, job_id: str) -> JobProgress:
         """Progress of a job; initial if it has no events yet."""
         return self.jobs.get(job_id, JobProgress())
@@ -187,7 +183,7 @@ def _evolve_job(job: JobProgress, event: Event) -> JobProgress:
         case StepTrained():
             return _trained(job, event)
         case JobProgressed():
-            return replace(job, percent=max(job.percent, event.percent))
+            return replace(job, percent=max(job.percent, event.percent), has_progressed=True)
         case GroupClosed():
             return _validated(job, event)
         case _:

@@ -20,7 +20,7 @@ from rollstream.harness.config.resolve import block_of
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.driver import give_signs_of_life
 from rollstream.harness.runs.earlier_output import take_output_dir
-from rollstream.harness.runs.plan import RunPlan, check_new, new_run, open_run
+from rollstream.harness.runs.plan import RunPlan, check_new, checked_jobs, examples_of, new_run, open_run
 from rollstream.harness.runs.preflight import (
     access_line,
     check_datasets,
@@ -40,6 +40,7 @@ from rollstream.harness.services.sole_use import check_sole_use, sole_name, sole
 from rollstream.harness.services.supervisor import ChildSpec, Supervisor
 from rollstream.harness.services.workspace import EMBEDDED, NAMES, Workspace, embedded_broker
 from rollstream.replay.fork import check_fork, check_versions, format_fork
+from rollstream.schemas import ids
 from rollstream.schemas.config import BuilderSection, RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events.training import ForkPoint
@@ -64,7 +65,7 @@ class RunRequest(NamedTuple):
     """Name of a new run."""
     resume: str | None = None
     run_id: str | None = None
-    """Id of a new run, in place of its name and six digits."""
+    """Id of a new run, in place of its name and six hex digits."""
     fork: ForkPoint | None = None
     trust: bool = False
     """Trust the names in the stored configuration of the run to resume like those of the user's own file."""
@@ -82,7 +83,7 @@ class WorkspaceLease(NamedTuple):
     broker: EmbeddedBroker | None
     """The embedded one, if it was started here."""
     examples: "list[Example] | None" = None
-    """Examples of the dataset of a new run; None if it has no dataset of its own."""
+    """Examples of a new run; None of one that is resumed."""
 
 
 class RunContext(NamedTuple):
@@ -94,24 +95,39 @@ class RunContext(NamedTuple):
     supervisor: Supervisor
 
 
+def check_run(run_request: RunRequest) -> "list[Example] | None":
+    """All checks of a run that need neither its log nor a service; `rollstream validate` makes them alone.
+
+    Starts and writes nothing. Returns the examples of a new run, None for one that is resumed. Raises ConfigError.
+    """
+    config, is_new = run_request.config, run_request.resume is None
+    warn_other_workspaces(run_request.loaded.finetune, run_request.workspace)
+    check_paths(config)
+    check_names(config)
+    check_engines(config)
+    if is_new:
+        check_sampling(config, run_request.loaded.finetune)
+        for one in config.trained().values():
+            check_temperature(one)
+        check_truncation(config)
+    examples = check_datasets(config, is_new=is_new)
+    check_endpoint(config)
+    check_gateway(config)
+    check_workflow(config)
+    check_connection(config, Workspace(run_request.workspace))
+    if not is_new:
+        return None
+    checked_jobs(config, run_request.run_id or ids.new_run_id(run_request.name), is_fork=run_request.fork is not None)
+    return examples_of(config) if examples is None else examples
+
+
 @contextmanager
 def held(run_request: RunRequest, display: Display) -> Iterator[WorkspaceLease]:
     """Workspace and broker, after all checks that need neither. Raises ConfigError, BrokerError."""
     config, workspace = run_request.config, Workspace(run_request.workspace)
     workspace.create()
-    warn_other_workspaces(run_request.loaded.finetune, run_request.workspace)
-    check_paths(config)
-    check_names(config)
-    check_engines(config)
-    if run_request.resume is None:
-        check_sampling(config, run_request.loaded.finetune)
-        for one in config.trained().values():
-            check_temperature(one)
-        check_truncation(config)
-    examples = check_datasets(config, is_new=run_request.resume is None)
-    check_endpoint(config)
-    check_gateway(config)
-    check_workflow(config)
+    examples = check_run(run_request)
+    config.finetuning.output_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         is_managed = config.builder.services == "managed"
         if is_managed or config.builder.bootstrap_servers == EMBEDDED:
@@ -246,12 +262,30 @@ def broker_of_run(config: RunConfig, workspace: Workspace) -> Iterator[tuple[Kaf
     builder, location = config.builder, f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka"
     block = block_of_run(config, workspace)
     if builder.bootstrap_servers != EMBEDDED:
-        block = merged(own_block(workspace.folder, builder.bootstrap_servers), block)
-        yield connection(builder.bootstrap_servers, block, os.environ, location=location), None
+        yield _connection(config, workspace, block), None
         return
     check_embedded(builder, location)
     with embedded_broker(workspace) as (kafka, broker):
         yield renamed(kafka, block), broker
+
+
+def check_connection(config: RunConfig, workspace: Workspace) -> None:
+    """Raises ConfigError for a `kafka:` block that does not fit together, or that the embedded broker does not accept.
+
+    Connects to no broker.
+    """
+    builder, block = config.builder, kafka_block(config.builder, os.environ)
+    if builder.bootstrap_servers == EMBEDDED:
+        check_embedded(builder, f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka")
+    else:
+        _connection(config, workspace, block)
+
+
+def _connection(config: RunConfig, workspace: Workspace, block: dict[str, Any]) -> KafkaSettings:
+    servers, location = config.builder.bootstrap_servers, f"trajectory_builders.{config.finetuning.trajectory_builder}"
+    return connection(
+        servers, merged(own_block(workspace.folder, servers), block), os.environ, location=f"{location}.kafka"
+    )
 
 
 def check_embedded(builder: BuilderSection, location: str) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollstream.eventlog.files import read_json, update_json
+from rollstream.eventlog.files import obstacle, read_json, update_json
 from rollstream.eventlog.private import make_private
 from rollstream.schemas.errors import BrokerError, ConfigError
 from rollstream.schemas.kafka import KafkaSettings, connection, from_environment, merged, renamed, storable
@@ -59,6 +59,11 @@ class Workspace:
             raise ConfigError(
                 f"workspace {self.folder} is not writable: {error.strerror}; give another --workspace"
             ) from error
+
+    def check(self) -> None:
+        """Raises ConfigError if the folders could not be created or written, as far as that shows without a try."""
+        if why := obstacle(self.folder):
+            raise ConfigError(f"workspace {self.folder} is not writable: {why}; give another --workspace")
 
     @contextmanager
     def in_use(self, what: str, *, is_shared: bool = False) -> Iterator[None]:

@@ -32,6 +32,7 @@ from rollstream.schemas.events import (
     WeightsLoaded,
     WeightsPublished,
 )
+from rollstream.schemas.events.run_states import OUTCOMES, JobState, job_state
 from rollstream.schemas.events.weights import JobEvent
 
 JobStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "not_found"]
@@ -50,9 +51,6 @@ TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = MappingProxyType({
 OVER: frozenset[JobStatus] = frozenset(status for status, following in TRANSITIONS.items() if not following)
 FAILURES: frozenset[JobStatus] = frozenset({"failed", "cancelled", "not_found"})
 """The statuses for which `fine_tune_job_failed` is true."""
-ENDED_BY: Mapping[type[JobEvent], JobStatus] = MappingProxyType(
-    {JobSucceeded: "succeeded", JobSkipped: "succeeded", JobFailed: "failed", JobCancelled: "cancelled"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,7 @@ class FineTuneJob:
     """Offset in `jobs`, which determines the order of the group's queue."""
     percent: float = 0.0
     """0 to 100."""
+    has_progressed: bool = False
     num_planned: int = 0
     """Batches that curation has planned."""
     version: int = -1
@@ -85,10 +84,17 @@ class FineTuneJob:
     """Groups of its examples that are on the log, by id; dropped once the job is over."""
 
     @property
+    def state(self) -> JobState:
+        """The job's state now, as commands and the view `jobs` show it."""
+        outcome = None if self.outcome is None else OUTCOMES[type(self.outcome)]
+        return job_state(outcome, is_started=self.is_started, has_progressed=self.has_progressed)
+
+    @property
     def status(self) -> JobStatus:
-        """The job's status now."""
-        if self.outcome is not None:
-            return ENDED_BY[type(self.outcome)]
+        """The same in nip's terms, where a job is pending until a batch is planned, and a skipped one has succeeded."""
+        state = self.state
+        if state not in ("submitted", "running"):
+            return "succeeded" if state == "skipped" else state
         if self.num_planned or self.percent > 0:
             return "running"
         return "not_found" if self.submitted is None else "pending"
@@ -210,13 +216,13 @@ def evolve(state: ModelGroupState, received: Received) -> ModelGroupState:
     if isinstance(event, RunEnded):
         is_ours = event.run_id == ids.run_of(state.model_group)
         return replace(state, run_ended=event) if is_ours and state.run_ended is None else state
-    if isinstance(event, GroupClosed | EpochSealed | JobStarted | EpochStarted):
+    if isinstance(event, GroupClosed | EpochSealed | EpochStarted):
         is_ours = ids.is_fine_tune_of(state.model_group, event.job_id)
         return _with_job(state, _planned(_job(state, event.job_id), event)) if is_ours else state
     if getattr(event, "model_group", None) != state.model_group:
         return state
     match event:
-        case BatchPlanned():
+        case BatchPlanned() | JobStarted():
             return _with_job(state, _planned(_job(state, event.job_id), event))
         case JobEvent():
             return _taken(state, event, offset)
@@ -246,7 +252,8 @@ def _taken(state: ModelGroupState, event: JobEvent, offset: int) -> ModelGroupSt
         case JobSubmitted() if job.submitted is None or offset < job.submitted_offset:
             job = replace(job, submitted=event, submitted_offset=offset)
         case JobProgressed():
-            job = _yielded(replace(job, percent=max(job.percent, event.percent)), event.version)
+            job = replace(job, percent=max(job.percent, event.percent), has_progressed=True)
+            job = _yielded(job, event.version)
         case ModelSwitched() if job.switched_to is None or offset < job.switched_offset:
             job = replace(job, switched_to=event.version, switched_offset=offset)
         case JobSucceeded() | JobFailed() | JobCancelled() | JobSkipped():

@@ -70,4 +70,4 @@ def test_a_run_whose_learner_cannot_be_started_stays_open_and_its_job_too(projec
     assert (run["state"], run["message"]) == ("running", None)
     assert f"run {run['run_id']} stays open: " in done.stderr.splitlines()[-1]
     assert project.rows("SELECT state, error FROM jobs") == [{"state": "submitted", "error": None}]
-    assert "  queued  " in project.run("jobs").stdout
+    assert "  submitted  " in project.run("jobs").stdout

@@ -130,7 +130,7 @@ def test_a_run_is_locked_interrupted_resumed_and_stopped(command: Command) -> No
         assert collected.stderr.startswith(f"error: workspace {command.workspace} is in use by finetune mine")
         listed = command.run("runs")
         assert run_id in listed.stdout
-        assert "open" in listed.stdout
+        assert " running " in listed.stdout
         children = psutil.Process(first.pid).children(recursive=True)
         first.send_signal(signal.SIGINT)
         assert first.wait(60) == 130, command.output()

@@ -7,7 +7,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from rollstream.harness.cli import job_commands as command
 from rollstream.harness.cli.job_commands import ListByDefault, cancel_job, chosen_runs, find_job, lines_of
 from rollstream.harness.cli.terminal import jobs_table
 from rollstream.harness.runs.follower import read_runs
@@ -38,7 +37,7 @@ def test_a_job_is_listed_by_run_and_by_model_group_and_shown(rig: GroupRig) -> N
         assert reported.pop("data").endswith(".jsonl")
         assert reported == {
             "job": job_id,
-            "status": "pending",
+            "state": "running",
             "progress": "0 %",
             "model_group": GROUP,
             "kind": "sft",
@@ -76,7 +75,7 @@ def test_a_skipped_job_is_shown_with_the_reason(rig: GroupRig) -> None:
         async with await rig.open(min_examples=10) as group:
             job_id = await group.create_supervised_fine_tune_job(SFT)
         reported = "\n".join(lines_of(await find_job(rig.log, job_id)))
-        assert "status          succeeded" in reported
+        assert "state           skipped" in reported
         assert "error           skipped: 2 examples, at least 10 are needed" in reported
 
     asyncio.run(body())
@@ -122,8 +121,3 @@ def test_an_unknown_command_is_an_argument_of_list(written: list[str], reported:
 
 def print_call(name: str, given: tuple[str, ...]) -> None:
     click.echo(f"{name} {given}")
-
-
-def test_help_names_the_commands() -> None:
-    output = CliRunner().invoke(command.jobs, ["--help"]).output
-    assert all(name in output for name in ("list", "show", "cancel"))

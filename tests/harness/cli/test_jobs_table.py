@@ -39,7 +39,7 @@ def row(script: SimpleNamespace, *events: Event, **reported: Any) -> list[str]:
 
 
 def test_a_row_has_the_submitted_job_and_its_progress(script: SimpleNamespace) -> None:
-    assert row(script) == ["run-1", "rl", "rl", "queued", "run-1/policy", "grpo", "0", "0", "7", "4"]
+    assert row(script) == ["run-1", "rl", "rl", "submitted", "run-1/policy", "grpo", "0", "0", "7", "4"]
     spec = script.job_spec("rl")
     begun = JobStarted(**JOB, base_version=4, plan=spec.plan, rollout=spec.rollout)
     trained = [StepTrained(**JOB, version=version, **STEP) for version in (5, 6)]
@@ -68,7 +68,7 @@ def test_the_table_of_runs_has_the_same_state(script: SimpleNamespace) -> None:
         evolve(Progress("run-1"), script.run_started()),
         JobSubmitted(**JOB, base_version=0, settings=script.job_spec("rl").job),
     )
-    assert "  rl queued  " in runs_table([progress])
+    assert "  rl submitted  " in runs_table([progress])
     progress = evolve(progress, RunEnded(run_id="run-1", time_ms=9, cause="failed"))
     assert "  rl cancelled  " in runs_table([progress])
 

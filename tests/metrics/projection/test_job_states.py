@@ -1,14 +1,21 @@
-"""The state of jobs that have several ends or none, and the times of jobs, epochs and validations."""
+"""The states of runs and jobs, as commands have them too, and the times of jobs, epochs and validations."""
 
 import asyncio
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.cli.terminal import state_of_job
+from rollstream.harness.runs.follower import read_runs
+from rollstream.learner.shared_model_group.group_view import view
 from rollstream.metrics.projection.database import connect
 from rollstream.metrics.projection.projector import project_to_end
-from rollstream.schemas import events
+from rollstream.schemas import events, ids
 from rollstream.schemas.base import Event
+from rollstream.schemas.events.run_states import run_state
+from rollstream.schemas.settings import ArtifactRef, JobSettings, ModelSettings, PlanSettings, RolloutSettings
 from tests.metrics.conftest import empty_file
 
 
@@ -39,6 +46,64 @@ def test_the_first_end_of_a_job_counts_and_the_runs_end_where_it_has_none(tmp_pa
     project(other, [*made, *twice])
     found = ask(other, "SELECT state, error, ended_at IS NULL FROM jobs ORDER BY state")
     assert found == [("cancelled", "the run ended", False), ("failed", "no room", False)]
+
+
+def lives() -> Iterator[tuple[str, str, list[Event]]]:
+    """Every life of a job with its run: its id, its state in the view, and its records. Runs are told apart by number.
+
+    A job is named as those of a run or as those of a shared model group.
+    """
+    ends = [None, "succeeded", "failed", "cancelled", "failed then cancelled", "skipped"]
+    causes = [None, "completed", "failed", "stopped", "abandoned"]
+    choices = itertools.product(ends, [False, True], [False, True], causes, ["rl", "fine-tune"])
+    for number, (end, is_started, has_progressed, cause, kind) in enumerate(choices):
+        run_id = f"run-{number}"
+        group = ids.model_group(run_id, ids.MODEL_GROUP)
+        job_id = ids.job_id(run_id, "rl") if kind == "rl" else ids.fine_tune_job_id(group, "sft", "a" * 64)
+        job = {"run_id": run_id, "time_ms": 1, "job_id": job_id, "model_group": group}
+        settings = JobSettings(kind="rl", model=ModelSettings(path="m"))
+        dataset = ArtifactRef(uri="x", sha256="0" * 64, size_bytes=1)
+        started = {"name": "run", "config": {}, "seed": 0, "dataset": dataset, "num_examples": 1, "num_partitions": 2}
+        found: list[Event] = [events.RunStarted(run_id=run_id, time_ms=1, **started)]
+        if end == "skipped":
+            found.append(events.JobSkipped(**job, job_kind="sft", num_examples=1, min_examples=10, version=0))
+        else:
+            found.append(events.JobSubmitted(**job, base_version=0, settings=settings))
+            if is_started:
+                plans = {"plan": PlanSettings(), "rollout": RolloutSettings(environment="e")}
+                found.append(events.JobStarted(**job, base_version=0, **plans))
+            if has_progressed:
+                found.append(events.JobProgressed(**job, version=1, percent=0.0))
+            for one in (end or "").split(" then "):
+                makes = {"succeeded": {"final_version": 1}, "failed": {"error": "no room"}, "cancelled": {}}
+                kinds = {"succeeded": events.JobSucceeded, "failed": events.JobFailed, "cancelled": events.JobCancelled}
+                found += [kinds[one](**job, **makes[one])] if one else []
+        if cause is not None:
+            found.append(events.RunEnded(run_id=run_id, time_ms=2, cause=cause))
+        is_going_on = "running" if is_started or has_progressed else "submitted"
+        left = is_going_on if cause is None else "cancelled"
+        yield job_id, (end or left).split(" then ")[0], found
+
+
+def test_commands_and_the_view_have_the_same_state_of_a_job_in_every_life(tmp_path: Path) -> None:
+    path, expected = empty_file(tmp_path), {job_id: state for job_id, state, _ in lives()}
+
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        for _, _, found in lives():
+            await log.send_all(found)
+        await project_to_end(log, path)
+        runs = await read_runs(log)
+        listed = {job_id: state_of_job(one, job) for one in runs for job_id, job in one.jobs.items()}
+        assert listed == expected
+        assert {one.run_id: run_state(one.ended) for one in runs} == dict(ask(path, "SELECT run_id, state FROM runs"))
+        for job_id, state in expected.items():
+            group = await view(log, ids.model_group(ids.run_of(job_id), ids.MODEL_GROUP))
+            assert group.state.job(job_id).state == state, job_id
+            await group.close()
+
+    asyncio.run(scenario())
+    assert dict(ask(path, "SELECT job_id, state FROM jobs")) == expected
 
 
 def test_no_job_or_epoch_ends_before_it_began_whatever_its_event_time(tmp_path: Path, synthetic: Any) -> None:

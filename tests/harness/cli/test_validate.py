@@ -1,0 +1,177 @@
+"""`rollstream validate`: the checks of `finetune` alone, and that they leave nothing behind."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.harness.validate import validate
+from rollstream.learner.tiny_model import make_tiny_model
+from rollstream.schemas.errors import ConfigError
+from tests.rigs.sources.source_tree import ROOT
+
+Write = Callable[[dict[str, Any]], Path]
+DATASET = {"_type": "jsonl", "file_path": str(ROOT / "examples/data/guess_number.jsonl")}
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*"))
+
+
+def rollstream(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM_")}
+    command = [sys.executable, "-m", "rollstream.harness.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=folder)
+
+
+@pytest.mark.slow
+def test_an_example_is_valid_and_nothing_is_written(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny")
+    before = entries(tmp_path)
+    changes = (
+        *("-o", "trainer_adapters.learner.model.path", str(model)),
+        *("-o", "finetuning.num_epochs", "7"),
+        *("-o", "finetuning.curriculum_learning.expansion_interval", "2"),
+        *("-o", "finetuning.curriculum_learning.enabled", "false"),
+    )
+    example = ROOT / "examples/arithmetic.yaml"
+    done = rollstream(tmp_path, "validate", "--config_file", str(example), *changes)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"{example} is valid",
+        "workflow     arithmetic, 64 examples",
+        f"model groups policy ({model})",
+        "algorithm    sft as a warm start, then grpo",
+        "training     12 epochs x 16 tasks x 8 generations; then 7 epochs x 16 tasks x 8 generations",
+        "engine       transformers",
+    ]
+    assert done.stderr.startswith("WARNING: finetuning.curriculum_learning: expansion_interval: accepted, but ignored")
+    assert entries(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_an_error_is_one_line_and_fails(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    written["finetuning"]["reward_function"] = {"name": "judge"}
+    done = rollstream(tmp_path, "validate", "--config_file", str(write(written)))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "judge" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def unknown_reward(written: dict[str, Any]) -> None:
+    written["finetuning"]["reward_function"] = {"name": "judge"}
+
+
+def unknown_evaluator(written: dict[str, Any]) -> None:
+    written["eval"] = {"evaluators": {"sum": {"_type": "numeric_macth"}}}
+    written["finetuning"]["reward_function"] = {"name": "sum"}
+
+
+def unknown_engine(written: dict[str, Any]) -> None:
+    written["trajectory_builders"]["b"]["engine"] = {"kind": "transfomers"}
+
+
+def missing_dataset(written: dict[str, Any]) -> None:
+    written["eval"] = {"general": {"dataset": {**DATASET, "file_path": "nowhere.jsonl"}}}
+
+
+def misspelt_key(written: dict[str, Any]) -> None:
+    written["trainer_adapters"]["a"]["max_stalenes"] = 1
+
+
+def missing_model(written: dict[str, Any]) -> None:
+    written["trainer_adapters"]["a"]["model"]["path"] = "./nowhere"
+
+
+def missing_template(written: dict[str, Any]) -> None:
+    model = Path(written["trainer_adapters"]["a"]["model"]["path"])
+    (model / "tokenizer_config.json").write_text("{}")
+
+
+def missing_module(written: dict[str, Any]) -> None:
+    written["trajectory_builders"]["b"]["modules"] = ["no_such_module"]
+
+
+def too_large_group(written: dict[str, Any]) -> None:
+    written["trajectory_builders"]["b"]["num_generations"] = 1000
+
+
+def incomplete_kafka(written: dict[str, Any]) -> None:
+    kafka = {"security_protocol": "SASL_SSL", "username": "me"}
+    written["trajectory_builders"]["b"] |= {"bootstrap_servers": "kafka.example:9092", "kafka": kafka}
+
+
+def output_in_a_file(written: dict[str, Any]) -> None:
+    written["finetuning"]["output_dir"] = f"{written['trainer_adapters']['a']['model']['path']}/config.json/output"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reported"),
+    [
+        (unknown_reward, "judge"),
+        (unknown_evaluator, r"numeric_macth"),
+        (unknown_engine, r"trajectory_builders\.b\.engine.*transfomers"),
+        (missing_dataset, r"nowhere\.jsonl"),
+        (misspelt_key, r"max_stalenes.*did you mean max_staleness\?"),
+        (missing_model, r"trainer_adapters\.a\.model\.path: folder \./nowhere does not exist"),
+        (missing_template, "has no chat template"),
+        (missing_module, "no_such_module"),
+        (too_large_group, "a group of 1000 trajectories"),
+        (incomplete_kafka, r"trajectory_builders\.b\.kafka.*needs password"),
+        (output_in_a_file, r"finetuning\.output_dir: .* cannot be used: .*config\.json is not a folder"),
+    ],
+)
+def test_a_configuration_that_finetune_refuses_is_refused(
+    tmp_path: Path, written: dict[str, Any], write: Write, spoil: Callable[[dict[str, Any]], None], reported: str
+) -> None:
+    written["eval"] = {"general": {"dataset": DATASET}}
+    spoil(written)
+    path = write(written)
+    before = entries(tmp_path)
+    with pytest.raises(ConfigError, match=reported):
+        validate(path, tmp_path / "w")
+    assert entries(tmp_path) == before
+
+
+def test_options_change_the_configuration_as_in_finetune(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    path = write(written)
+    before = entries(tmp_path)
+    found = validate(
+        path,
+        tmp_path / "w",
+        (("trainer_adapters.a.algorithm.name", "sft"), ("finetuning.num_epochs", "3")),
+        {"dataset": DATASET["file_path"]},
+    )
+    assert found["workflow"] == "guess_number, 10 examples"
+    assert found["algorithm"] == "sft"
+    assert found["training"].startswith("3 epochs x ")
+    with pytest.raises(ConfigError, match="nowhere"):
+        validate(path, tmp_path / "w", (), {"validation_dataset": "nowhere.jsonl"})
+    with pytest.raises(ConfigError, match=r"validation_config_file: .*none\.yaml"):
+        validate(path, tmp_path / "w", (), {"validation_config_file": str(tmp_path / "none.yaml")})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"workspace .* is not writable: .*file is not a folder; give another"):
+        validate(path, tmp_path / "file" / "w")
+    (tmp_path / "file").unlink()
+    assert entries(tmp_path) == before
+
+
+def test_several_model_groups_are_listed(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
+    builder, adapter = written["trajectory_builders"]["b"], written["trainer_adapters"]["a"]
+    written["workflow"] = "bit_proof"
+    builder["agents"] = {"prover": "prover", "verifier": "verifier"}
+    adapter["model_groups"] = {"verifier": {"algorithm": {"name": "sft"}}}
+    found = validate(write(written), tmp_path / "w")
+    model = adapter["model"]["path"]
+    assert found["model groups"] == f"prover ({model}), verifier ({model})"
+    assert found["algorithm"] == "prover: grpo, verifier: sft"
+    adapter["model_groups"] = {"verifier": {"frozen": True}}
+    assert (
+        validate(write(written), tmp_path / "w")["model groups"] == f"prover ({model}), verifier ({model}, not trained)"
+    )
