@@ -143,7 +143,10 @@ class WeightFollower:
             (self._changed if group.is_known else self._asked).set()
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         group.waiting.append((version, answer))
-        await answer
+        try:
+            await answer
+        finally:  # a caller may give up long before anything is loaded
+            group.waiting = [one for one in group.waiting if one[1] is not answer]
 
     async def _read(self, reader: LogReader) -> None:
         polling: asyncio.Task[list[Record]] | None = None

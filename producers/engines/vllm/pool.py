@@ -99,14 +99,12 @@ class Pool:
         """
         async with self._taking:
             self._wanted.check_capacity(version)
-            self._wanted.coming = version
             try:
-                await self._until_wanted(version)
+                with self._wanted.arriving(version):
+                    await self._until_wanted(version)
+                    await self._notify()
             finally:
-                self._wanted.coming = None
-                self._wanted.refusals.clear()
                 self._recheck()
-        await self._notify()
 
     async def drop(self, model_group: str) -> None:
         """A model group is not wanted any more."""
@@ -162,6 +160,7 @@ class Pool:
         while True:
             await self._wait(lambda: self._there() or None)
             self._wanted.refusals.clear()
+            self._wanted.accept(self._members)
             self._recheck()
             errors = await self._wait(lambda: self._wanted.errors(version, self._there()), math.inf)
             if not errors:
@@ -317,7 +316,7 @@ class Pool:
             if server.state == "down":
                 raise TryAgainError(server.reason)
         except (TryAgainError, LostVersionError, ModelError) as error:
-            is_coming = version is self._wanted.coming
+            is_coming = self._wanted.awaits(member, version)
             if is_coming:
                 named = TryAgainError(str(server.http.error(str(error))))
                 self._wanted.refusals[member] = error if isinstance(error, ModelError) else named
@@ -330,8 +329,7 @@ class Pool:
                 raise LostVersionError(str(error)) from error  # the next version may be one that it can have
         finally:
             server.loading = None
-        if version is self._wanted.coming and server.has(version):
-            self._wanted.accept(version, self._members)
+        if self._wanted.accept(self._members):
             self._recheck()
 
     async def _refuse(self, member: PoolMember, error: ModelError) -> None:

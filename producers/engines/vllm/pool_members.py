@@ -5,8 +5,8 @@ request goes to.
 import asyncio
 import hashlib
 import logging
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from rollstream.eventlog.http.http_json import TryAgainError
@@ -65,6 +65,30 @@ class WantedVersions:
         """Whether servers must have the version even if no request is open."""
         return any(one.name == name for one in (*self.by_group.values(), self.coming) if one is not None)
 
+    @contextmanager
+    def arriving(self, version: Version) -> Iterator[None]:
+        """It is coming in the block. If that raises, the version before it is wanted, whatever servers have by then."""
+        group = version.published.model_group
+        before = self.by_group.get(group)
+        self.coming = version
+        try:
+            yield
+        except BaseException:
+            if before is not None:
+                self.by_group[group] = before
+            else:
+                self.by_group.pop(group, None)
+            raise
+        finally:
+            self.coming = None
+            self.refusals.clear()
+
+    def awaits(self, member: PoolMember, version: Version) -> bool:
+        """Whether it is coming, and a server's first answer to it is awaited. One whose load was given up and that
+        comes again is another object of the same name.
+        """
+        return self.coming is not None and self.coming.name == version.name and member not in self.refusals
+
     def check_capacity(self, version: Version) -> None:
         """Raises ModelError if the newest versions and one that is to follow cannot be there at once."""
         needed, most = {one.name for one in self.by_group.values()} | {version.name}, self._max_adapters
@@ -83,12 +107,22 @@ class WantedVersions:
             return None
         return [*self.refusals.values()] or [TryAgainError("no server can be reached")]
 
-    def accept(self, version: Version, members: Iterable[PoolMember]) -> None:
-        """One server has proven it: the others are asked nothing that needs it until they have, too."""
+    def accept(self, members: Sequence[PoolMember]) -> bool:
+        """Want the version that is coming, if a server has proven it, maybe before it came. Whether it is wanted anew.
+
+        The others are asked nothing that needs it until they have proven it, too.
+        """
+        version = self.coming
+        if version is None or self.by_group.get(version.published.model_group) is version:
+            return False
+        lacking = [member.server for member in members if not member.server.has(version)]
+        if len(lacking) == len(members):
+            return False
         self.by_group[version.published.model_group] = version
-        for server in (member.server for member in members):
-            if server.state == "ready" and not server.has(version):
+        for server in lacking:
+            if server.state == "ready":
                 server.state, server.reason = "pending_weights", f"has not proven {version.name} yet"
+        return True
 
     def lacking(self, member: PoolMember) -> Version | None:
         """The next version to give to a server: first the one that is coming, instead of the one before it."""

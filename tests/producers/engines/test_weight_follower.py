@@ -67,6 +67,22 @@ def test_versions_that_come_while_one_is_loaded_are_skipped_and_counted(tmp_path
     play(tmp_path, story)
 
 
+def test_a_wait_that_is_given_up_leaves_nothing_behind(tmp_path):
+    async def story(rig, start):
+        await start()
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await rig.follower.wait_for(GROUP, 0)
+        assert rig.follower._groups[GROUP].waiting == []
+        kept = asyncio.create_task(rig.follower.wait_for(GROUP, 0))
+        await rig.publish(0)
+        await kept
+        assert rig.follower._groups[GROUP].waiting == []
+
+    play(tmp_path, story)
+
+
 def test_a_group_whose_load_hangs_delays_no_other_groups_versions(tmp_path):
     async def story(rig, start):
         await start()

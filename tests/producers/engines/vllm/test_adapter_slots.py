@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.producers.engines.vllm.version_files import Client
 from rollstream.schemas.errors import ModelError
 from tests.producers.engines.vllm.server_rig import (
@@ -24,6 +25,7 @@ from tests.producers.engines.vllm.server_rig import (
 )
 
 OTHER = "run-1/other"
+LOAD = "/v1/load_lora_adapter"
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,6 +33,11 @@ pytestmark = pytest.mark.timeout(60)
 def loaded(server: StandInServer) -> list[str]:
     """Adapters by model group and version."""
     return sorted("-".join(name.split("-")[2:4]) for name in server.adapters)
+
+
+def coming(engine: VllmEngine) -> bool:
+    """Whether a version is being given to its servers."""
+    return any(pool._wanted.coming is not None for pool in engine._pools.values())
 
 
 def test_a_group_that_holds_all_slots_gives_one_to_another_group_as_soon_as_a_request_ends(
@@ -151,6 +158,93 @@ def test_state_of_unloaded_groups_and_their_base_models_is_dropped(small_base: P
             gc.collect()
             assert len(engine._locks) == 0
             assert len(engine._bases) <= 1, "that of the version whose files are kept"
+
+    asyncio.run(main())
+
+
+def test_a_load_that_is_cancelled_and_asked_for_again_at_once_ends_with_the_first_ones_answer(
+    small_base: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        server = StandInServer(small_base)
+        async with engine_over(tmp_path, server) as engine, asyncio.timeout(10):
+            await engine.load(*lora(small_base, tmp_path, 0))
+            server.silent.add(LOAD)
+            first = asyncio.create_task(engine.load(*lora(small_base, tmp_path, 0, group=OTHER)))
+            await wait_until(lambda: server.asked[LOAD] == 2)
+            first.cancel()
+            await asyncio.wait({first})
+            await engine.unload(OTHER)  # as the one that cancelled does
+            again = asyncio.create_task(engine.load(*lora(small_base, tmp_path, 0, group=OTHER)))
+            await wait_until(lambda: coming(engine))
+            server.silent.clear()
+            await again
+            await engine.load(*lora(small_base, tmp_path, 1))
+            assert versions_of(await engine.generate(request(group=OTHER))) == [0]
+            await wait_until(lambda: loaded(server) == ["other-v0", "policy-v1"])
+
+    asyncio.run(main())
+
+
+def test_a_load_again_of_a_cancelled_one_fails_as_that_does(small_base: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        server = StandInServer(small_base)
+        async with engine_over(tmp_path, server) as engine, asyncio.timeout(10):
+            await engine.load(*lora(small_base, tmp_path, 0))
+            server.silent.add(LOAD)
+            first = asyncio.create_task(engine.load(*lora(small_base, tmp_path, 1)))
+            await wait_until(lambda: server.asked[LOAD] == 2)
+            first.cancel()
+            await asyncio.wait({first})
+            again = asyncio.create_task(engine.load(*lora(small_base, tmp_path, 1)))
+            await wait_until(lambda: coming(engine))
+            server.refused = "policy-v1"
+            server.silent.clear()
+            with pytest.raises(ModelError, match="policy-v1.* is not loaded"):
+                await again
+            assert versions_of(await engine.generate(request())) == [0]
+
+    asyncio.run(main())
+
+
+def test_a_group_that_is_unloaded_and_loaded_again_while_a_request_is_open_serves_at_once(
+    small_base: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        server = StandInServer(small_base)
+        async with engine_over(tmp_path, server) as engine, asyncio.timeout(10):
+            await engine.load(*lora(small_base, tmp_path, 0))
+            await engine.load(*lora(small_base, tmp_path, 0, group=OTHER))
+            call = await held_open(engine, server, OTHER)
+            await engine.unload(OTHER)
+            await engine.load(*lora(small_base, tmp_path, 0, group=OTHER))
+            await engine.load(*lora(small_base, tmp_path, 0, group=OTHER))
+            assert server.asked[LOAD] == 2, "it was there"
+            server.held.set()
+            assert versions_of(await call) == [0]
+            assert versions_of(await engine.generate(request(group=OTHER))) == [0]
+            await engine.unload(OTHER)
+            await wait_until(lambda: loaded(server) == ["policy-v0"])
+
+    asyncio.run(main())
+
+
+def test_a_load_that_is_cancelled_as_soon_as_a_server_has_it_keeps_no_slot(small_base: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        server = StandInServer(small_base)
+        async with engine_over(tmp_path, server, max_loras=2) as engine, asyncio.timeout(10):
+            await engine.load(*lora(small_base, tmp_path, 0))
+            loading = asyncio.create_task(engine.load(*lora(small_base, tmp_path, 0, group=OTHER)))
+            (pool,) = engine._pools.values()
+            while OTHER not in pool._wanted.by_group:
+                await asyncio.sleep(0)
+            loading.cancel()
+            await asyncio.wait({loading})
+            assert loading.cancelled()
+            await engine.unload(OTHER)
+            await wait_until(lambda: loaded(server) == ["policy-v0"])
+            await engine.load(*lora(small_base, tmp_path, 1))
+            assert versions_of(await engine.generate(request())) == [1]
 
     asyncio.run(main())
 
