@@ -72,7 +72,7 @@ def _of_builder(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
         names = given(block, (*_STARTED_HERE, *_SERVICE_LIMITS))
         yield Unused(location, names, "services are external; give it to `rollstream serve`")
     else:
-        yield from _of_engine(f"{location}.engine", block.engine, config)
+        yield from of_engine(f"{location}.engine", block.engine, config)
     algorithm = config.adapter.algorithm
     if not algorithm.needs.rewards:
         yield Unused(location, given(block, ["missing_score"]), f"{algorithm.name} needs no score")
@@ -103,7 +103,7 @@ def _of_adapter(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
     if adapter.warm_start is not None:
         yield from _of_optimizer(f"{location}.warm_start.optimizer", adapter.warm_start.optimizer)
     if block.endpoint is not None:
-        yield from _of_engine(f"{location}.endpoint.engine", block.endpoint.engine, config)
+        yield from of_engine(f"{location}.endpoint.engine", block.endpoint.engine, config)
     if blocks.is_builder_ours and getattr(block, "retokenise", False):
         yield Unused(location, ("retokenise",), "it applies to builders of other packages; see environment_config")
     if why := _not_refilled(config):
@@ -163,8 +163,10 @@ def _of_dropout(location: str, config: RunConfig) -> Iterator[Unused]:
         yield Unused(f"{where}.model.lora", given(lora, ["dropout"]), why)
 
 
-def _of_engine(location: str, engine: EngineSettings, config: RunConfig) -> Iterator[Unused]:
-    """`config`: its model groups, where the file tells them all, have adapters, full weights or both."""
+def of_engine(location: str, engine: EngineSettings, config: RunConfig) -> Iterator[Unused]:
+    """Those of an engine's block. `config`: its model groups, where the file tells them all, have adapters, full
+    weights or both.
+    """
     league, groups = config.builder.league, config.by_group()
     formats = {groups[name].adapter.model.lora is not None for name in groups.keys() - served_models(config).keys()}
     if config.is_external or (league is not None and league.frozen):

@@ -248,31 +248,6 @@ def check_names(config: RunConfig) -> None:
     check_rewards(config)
 
 
-def check_engines(config: RunConfig) -> None:
-    """Looks up the engines that the run's services are started with, and checks their settings. Raises ConfigError."""
-    from rollstream.producers.engines.table import check_run, settings_of
-
-    if config.builder.services == "external":
-        return
-    location = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
-    groups = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
-    for name, served in served_models(config).items():
-        if served.api_key_variable is not None and not os.environ.get(served.api_key_variable):
-            raise ConfigError(f"{groups}.{name}.endpoint: the variable {served.api_key_variable} is not set; export it")
-    engine = config.builder.engine
-    if not engine.LOADS_WEIGHTS:
-        remedy = f"name its server as {groups}.X.endpoint"
-        raise ConfigError(f"{location}: {engine.kind} cannot load the weights of the run; {remedy}")
-    if not config.is_external:
-        check_run(config, os.environ, location)
-    if config.served is not None:
-        location = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine"
-        settings_of(config.served.engine, os.environ, location)
-        if not config.served.engine.LOADS_WEIGHTS:
-            kind = config.served.engine.kind
-            raise ConfigError(f"{location}: {kind} cannot load the weights of the run; name an engine that does")
-
-
 def check_rewards(config: RunConfig) -> None:
     """Imports the user's modules and looks the rewards up, unless rewards are external. Raises ConfigError."""
     check_evaluators(config)

@@ -20,12 +20,12 @@ from rollstream.harness.config.resolve import block_of
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.driver import give_signs_of_life
 from rollstream.harness.runs.earlier_output import take_output_dir
+from rollstream.harness.runs.engine_checks import check_engines
 from rollstream.harness.runs.plan import RunPlan, check_new, checked_jobs, examples_of, new_run, open_run
 from rollstream.harness.runs.preflight import (
     access_line,
     check_datasets,
     check_endpoint,
-    check_engines,
     check_gateway,
     check_metrics,
     check_names,

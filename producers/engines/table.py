@@ -57,11 +57,14 @@ def settings_of(written: EngineSettings, env: Mapping[str, str], location: str =
     return _resolved(written, env, location)[1]
 
 
-def check_run(config: RunConfig, env: Mapping[str, str], location: str) -> None:
-    """Check the settings of a run's engine, and the run by the requirements of their kind. Raises ConfigError."""
+def check_run(config: RunConfig, env: Mapping[str, str], location: str) -> EngineSettings:
+    """Check the settings of a run's engine, and the run by the requirements of their kind. Gives the settings as
+    `settings_of` does. Raises ConfigError.
+    """
     kind, settings = _resolved(config.builder.engine, env, location)
     if kind.check is not None:
         kind.check(settings, config)
+    return settings
 
 
 def _resolved(written: EngineSettings, env: Mapping[str, str], location: str) -> tuple[EngineKind, EngineSettings]:

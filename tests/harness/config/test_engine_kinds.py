@@ -16,8 +16,8 @@ from rollstream.harness.config import checks
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import RunLocation, services_of
 from rollstream.harness.replays.what_if import what_if
+from rollstream.harness.runs.engine_checks import check_engines
 from rollstream.harness.runs.plan import open_run
-from rollstream.harness.runs.preflight import check_engines
 from rollstream.replay.source import read_run
 from rollstream.schemas.engine_settings import ScriptedSettings, TransformersSettings
 from rollstream.schemas.errors import ConfigError
@@ -113,6 +113,63 @@ def test_engines_are_looked_up_before_a_run_begins(written: dict[str, Any]) -> N
         ConfigError, match=r"^trainer_adapters\.a\.endpoint\.engine: openai cannot load the weights of th"
     ):
         check({})
+
+
+UNUSED = """
+    def unused(self, *, has_adapters=True, has_full_weights=True):
+        why = f"{has_adapters=}, {has_full_weights=} and says {self.api_key}; remove it"
+        return {why: ("num_tokens",)} if "num_tokens" in self.model_fields_set else {}
+
+"""
+
+
+@pytest.fixture
+def picky_parrot(parrot: str, tmp_path: Path) -> None:
+    """The package, whose settings class tells which of its keys are unused."""
+    key = '    api_key: str = ""\n'
+    (tmp_path / f"{parrot}.py").write_text(PARROT.replace(key, f"{key}{UNUSED}"))
+
+
+@pytest.mark.usefixtures("picky_parrot")
+def test_an_installed_engine_is_asked_for_unused_keys_before_a_run_begins(
+    written: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARROT_KEY", "sesame")
+    engine = {"kind": "parrot", "api_key": "${PARROT_KEY}"}
+    written["trainer_adapters"]["a"]["endpoint"] = {"engine": engine | {"num_tokens": 2}}
+    checks.forget()
+    check_engines(config_file.resolve(with_engine(written, engine)).config)
+    check_engines(config_file.resolve(with_engine(written, engine | {"num_tokens": 1})).config)
+    ignored = "accepted, but ignored here (has_adapters=False, has_full_weights=True and says ${PARROT_KEY}; remove"
+    assert [one.getMessage().split(" it)")[0] for one in caplog.records if "ignored here" in one.getMessage()] == [
+        f"trainer_adapters.a.endpoint.engine: num_tokens: {ignored}",
+        f"trajectory_builders.b.engine: num_tokens: {ignored}",
+    ]
+
+
+@pytest.mark.usefixtures("picky_parrot")
+def test_an_installed_engine_that_cannot_tell_its_unused_keys_is_named(
+    written: dict[str, Any], parrot: str, tmp_path: Path
+) -> None:
+    source = (tmp_path / f"{parrot}.py").read_text()
+    (tmp_path / f"{parrot}.py").write_text(source.replace("*, has_adapters=True, has_full_weights=True", ""))
+    message = (
+        r"^trajectory_builders\.b\.engine: kind 'parrot' cannot tell its unused keys: TypeError .*; correct the pac"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_engines(config_file.resolve(with_engine(written, {"kind": "parrot"})).config)
+
+
+@pytest.mark.usefixtures("parrot")
+def test_an_installed_engine_that_loads_no_weights_is_refused(
+    written: dict[str, Any], parrot: str, tmp_path: Path
+) -> None:
+    key = '    api_key: str = ""\n'
+    (tmp_path / f"{parrot}.py").write_text(PARROT.replace(key, f"{key}    LOADS_WEIGHTS = False\n"))
+    with pytest.raises(
+        ConfigError, match=r"^trajectory_builders\.b\.engine: parrot cannot load the weights of the run"
+    ):
+        check_engines(config_file.resolve(with_engine(written, {"kind": "parrot"})).config)
 
 
 LORA = {"rank": 8, "target_modules": ["q_proj"]}
