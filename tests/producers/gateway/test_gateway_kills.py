@@ -1,4 +1,6 @@
-"""A producers process that is killed with SIGKILL while agents outside play: no call is lost, none is doubled."""
+"""A producers process that is killed with SIGKILL while agents outside play: no call is lost, none is doubled, also of
+those that stream and those for several answers.
+"""
 
 import asyncio
 import os
@@ -7,8 +9,10 @@ import pytest
 
 from rollstream.eventlog.broker.broker import EmbeddedBroker
 from tests.rigs.services.gateway_load import (
+    ANSWERS_A_KILL,
     CALLS_A_KILL,
     GROUPS,
+    KILLED,
     MEMBERS,
     CountedCalls,
     ProducersProcess,
@@ -23,8 +27,11 @@ KILLS = int(os.environ.get("GATEWAY_KILLS", "2"))
 def check(found: CountedCalls, kills: int) -> None:
     assert found.failed == []
     assert (found.lost, found.doubled, found.changed) == (0, 0, [])
-    assert found.answered == found.recorded == found.named == GROUPS * MEMBERS * CALLS_A_KILL * (kills + 1)
+    assert found.answered == found.recorded == GROUPS * MEMBERS * ANSWERS_A_KILL * (kills + 1)
+    assert found.named == GROUPS * MEMBERS * CALLS_A_KILL * (kills + 1)
     assert found.repeated == GROUPS * MEMBERS * (kills + 1)
+    assert found.hit.keys() >= {*KILLED[:kills]}
+    assert found.broken > 0, "no stream was cut off by a kill"
 
 
 def test_a_kill_loses_no_call_and_doubles_none(tmp_path, own_broker):

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import os
+import random
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,14 +23,29 @@ from rollstream.schemas.events import RolloutEnded, RolloutFailed, StepRecorded,
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.settings import ArtifactRef, RolloutSettings, Sampling
 from tests.rigs.services.service_processes import CLI
+from tests.rigs.services.streamed_chat import StreamedChat
 
 RUN = "run-gateway"
 GROUPS, MEMBERS = 3, 2
 CALLS_A_KILL = 4
 ANSWER_TOKENS = 8
+PLAIN = "plain"
+KINDS: Mapping[str, dict[str, Any]] = {
+    PLAIN: {},
+    "streamed": {"stream": True},
+    "several": {"n": 2},
+    "several streamed": {"n": 2, "stream": True},
+}
+"""Further keys of calls, by the kind of call. A rollout has one call of each kind for a kill."""
+ANSWERS_A_KILL = sum(options.get("n", 1) for options in KINDS.values())
+KILLED = ("several streamed", "several", "streamed", PLAIN)
+"""Kinds of call in turn, one of which is under way at a kill."""
 NO_MODEL = "none"
 RETRIES = Retries(for_s=180.0)
 """A killed process is back only after it has reached its engine."""
+POLL_S, LATEST_KILL_S = 0.001, 0.005
+"""A kill comes up to so long after a call is seen under way, but at once after a stream's first piece: calls of the
+scripted engine take some milliseconds."""
 
 
 def task_for_agents(index: int, *, members: int, calls: int, timeout_s: float, **settings: Any) -> TaskRequested:
@@ -137,44 +153,86 @@ class Agents:
 
     calls: int
     """Calls of each rollout."""
+    kinds: Sequence[str] = (PLAIN,)
+    """Kinds of the calls, in turn; each rollout begins with another one."""
     rollouts: list[RemoteRollout] = field(default_factory=list)
     answers: dict[str, list[list[int]]] = field(default_factory=dict)
     """Token ids by rollout."""
     names: set[str] = field(default_factory=set)
-    """Ids of the answers."""
+    """Ids of the calls' answers."""
+    num_calls: int = 0
+    """Calls that are answered."""
+    under_way: Counter[str] = field(default_factory=Counter)
+    """Calls by kind that are not answered; of streamed ones those of which a piece has come."""
+    num_broken: int = 0
+    """Streams that broke off after their first piece."""
     num_repeated: int = 0
-    """First calls that were asked again, after later ones and usually after a kill."""
+    """Calls that were asked again, after later ones and usually after a kill."""
     changed: list[str] = field(default_factory=list)
-    """Rollouts whose first call was answered differently when it was repeated."""
-
-    @property
-    def num_answers(self) -> int:
-        return sum(map(len, self.answers.values()))
+    """Rollouts of which a call was answered differently when it was repeated."""
 
     async def play(self, gateway: GatewayClient) -> None:
         """Play the next rollout."""
         rollout = await gateway.claim(wait_s=60)
         assert rollout is not None, "no rollout to play"
+        first = len(self.rollouts)
         self.rollouts.append(rollout)
         given = self.answers.setdefault(rollout.task.rollout_id, [])
         messages: list[Any] = [{"role": "user", "content": "begin"}]
+        done: list[_Call] = []
         async with rollout:
-            for call in range(self.calls):
-                answer = await rollout.chat(messages, idempotency_key=f"call {call}")
+            for number in range(self.calls):
+                call = _Call(f"call {number}", self.kinds[(first + number) % len(self.kinds)], tuple(messages))
+                done.append(call)
+                call.answer = answer = await self._asked(rollout, call)
+                self.num_calls += 1
                 self.names.add(answer["id"])
-                choice = answer["choices"][0]
-                given.append(choice["logprobs"]["token_ids"])
-                messages += [choice["message"], {"role": "user", "content": f"go on {call}"}]
-                if call % CALLS_A_KILL == CALLS_A_KILL - 1:
-                    await self._repeat_first(rollout, messages[:1], given[0])
+                given += _token_ids(answer)
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": f"go on {number}"}]
+                if number % CALLS_A_KILL == CALLS_A_KILL - 1:
+                    await self._repeat(rollout, done[number // CALLS_A_KILL])
                 await asyncio.sleep(0.1)
             await rollout.reward(1.0)
 
-    async def _repeat_first(self, rollout: RemoteRollout, messages: list[Any], token_ids: list[int]) -> None:
-        answer = await rollout.chat(messages, idempotency_key="call 0")
+    async def _asked(self, rollout: RemoteRollout, call: "_Call") -> dict[str, Any]:
+        options = KINDS[call.kind]
+
+        def count(change: int) -> None:
+            self.under_way[call.kind] += change
+
+        if "stream" in options:
+            body = {"model": rollout.task.agents[0], "messages": [*call.messages], **options}
+            stream = StreamedChat(count)
+            answer = await stream.ask(rollout, body, call.key, for_s=RETRIES.for_s)
+            self.num_broken += stream.num_broken
+            return answer
+        count(1)
+        try:
+            return await rollout.chat(call.messages, idempotency_key=call.key, **options)
+        finally:
+            count(-1)
+
+    async def _repeat(self, rollout: RemoteRollout, call: "_Call") -> None:
+        """A stream that came in pieces has an id of its own; what it said has to be the same."""
+        answer = await self._asked(rollout, call)
         self.num_repeated += 1
-        if answer["id"] not in self.names or answer["choices"][0]["logprobs"]["token_ids"] != token_ids:
+        is_same_name = answer["id"] == call.answer["id"] or "stream" in KINDS[call.kind]
+        if not is_same_name or _token_ids(answer) != _token_ids(call.answer):
             self.changed.append(rollout.task.rollout_id)
+
+
+@dataclass
+class _Call:
+    """A call of an agent, to be asked again."""
+
+    key: str
+    kind: str
+    messages: Sequence[Any]
+    answer: dict[str, Any] = field(default_factory=dict)
+
+
+def _token_ids(answer: Mapping[str, Any]) -> list[list[int]]:
+    return [choice["logprobs"]["token_ids"] for choice in answer["choices"]]
 
 
 @dataclass(frozen=True)
@@ -182,16 +240,23 @@ class CountedCalls:
     """Outcomes of the agents' calls."""
 
     kills: int
+    hit: Mapping[str, int]
+    """Calls by kind that were under way when the process was killed."""
+    broken: int
+    """Streams that broke off after their first piece."""
     answered: int
+    """Answers; a call may have several."""
     recorded: int
+    torn: int
+    """Steps of calls for several answers of which a kill lost some; the calls were made again."""
     lost: int
     """Answers that no step holds."""
     doubled: int
-    """Steps that no answer was made of."""
+    """Steps that no answer was made of, beside the torn ones."""
     named: int
-    """Different ids of the answers."""
+    """Different ids of the calls' answers."""
     repeated: int
-    """First calls that were repeated later, beside those that a kill interrupted."""
+    """Calls that were repeated later, beside those that a kill interrupted."""
     changed: Sequence[str]
     """Rollouts whose repeated call got another answer than the recorded one."""
     failed: Sequence[str]
@@ -217,7 +282,7 @@ async def ask_for(
 
 async def killed_under_load(producers: ProducersProcess, kills: int) -> CountedCalls:
     """Kill the producers process again and again while agents play; every rollout is played to its end."""
-    agents = Agents(CALLS_A_KILL * (kills + 1))
+    agents, hit = Agents(CALLS_A_KILL * (kills + 1), tuple(KINDS)), Counter[str]()
     async with KafkaLog(producers.kafka, client_id="agents") as log:
         how: dict[str, Any] = {"groups": GROUPS, "members": MEMBERS, "calls": agents.calls}
         how["sampling"] = Sampling(max_new_tokens=ANSWER_TOKENS)
@@ -227,24 +292,29 @@ async def killed_under_load(producers: ProducersProcess, kills: int) -> CountedC
             for _ in range(GROUPS * MEMBERS):
                 all_of_it.create_task(agents.play(gateway))
             ended = all_of_it.create_task(until_ended(log, GROUPS * MEMBERS))
-            process = await _killing(producers, agents, kills)
+            process = await _killing(producers, agents, kills, hit)
             try:
                 events = await ended
             finally:
                 process.terminate()
                 process.wait(60)
-    return _counted(events, agents, kills)
+    return _counted(events, agents, kills, hit)
 
 
-async def _killing(producers: ProducersProcess, agents: Agents, kills: int) -> "subprocess.Popen[bytes]":
-    """The process that was started last."""
-    process = producers.start()
+async def _killing(
+    producers: ProducersProcess, agents: Agents, kills: int, hit: Counter[str]
+) -> "subprocess.Popen[bytes]":
+    """The process that was started last. `hit`: gets the calls that were under way at a kill."""
+    process, draws = producers.start(), random.Random(kills)
     try:
         for number in range(kills):
-            while agents.num_answers < (number + 1) * GROUPS * MEMBERS * (CALLS_A_KILL - 1):
+            kind, enough = KILLED[number % len(KILLED)], (number + 1) * GROUPS * MEMBERS * (CALLS_A_KILL - 1)
+            after_s = 0.0 if "stream" in KINDS[kind] else draws.uniform(0, LATEST_KILL_S)
+            while agents.num_calls < enough or not await _is_under_way(agents, kind, after_s):
                 assert process.poll() is None, producers.output.read_text()
-                await asyncio.sleep(0.03)
+                await asyncio.sleep(POLL_S)
             process.kill()
+            hit += +agents.under_way
             process.wait()
             process = producers.start()
     except BaseException:
@@ -252,6 +322,14 @@ async def _killing(producers: ProducersProcess, agents: Agents, kills: int) -> "
         process.wait()
         raise
     return process
+
+
+async def _is_under_way(agents: Agents, kind: str, for_s: float) -> bool:
+    """Whether a call is under way by now, and some time later still."""
+    if not agents.under_way[kind]:
+        return False
+    await asyncio.sleep(for_s)
+    return agents.under_way[kind] > 0
 
 
 async def until_ended(log: KafkaLog, num_rollouts: int) -> list[Any]:
@@ -276,16 +354,29 @@ async def steps_of(log: KafkaLog) -> list[Any]:
     return [event for event in found if event.run_id == RUN]
 
 
-def _counted(events: Sequence[Any], agents: Agents, kills: int) -> CountedCalls:
+def _counted(events: Sequence[Any], agents: Agents, kills: int, hit: Mapping[str, int]) -> CountedCalls:
     given = Counter((name, tuple(ids)) for name, found in agents.answers.items() for ids in found)
-    steps = [event for event in events if isinstance(event, StepRecorded) and event.llm is not None]
-    recorded = Counter(
-        (step.rollout_id, tuple(tokens.decode_ids(step.llm.completion_ids))) for step in steps if step.llm is not None
-    )
+    calls: dict[tuple[Any, ...], list[StepRecorded]] = {}
+    for step in events:
+        if isinstance(step, StepRecorded) and step.llm is not None:
+            asked = (step.metadata or {})["gateway"]
+            began = (step.rollout_id, asked["key_sha256"], asked["n"], step.span_event_timestamp)
+            calls.setdefault(began, []).append(step)
+    recorded, num_torn = Counter[tuple[str, tuple[int, ...]]](), 0
+    for (*_, num, _), steps in calls.items():
+        if len(steps) < num:
+            num_torn += len(steps)
+        else:
+            recorded.update(
+                (one.rollout_id, tuple(tokens.decode_ids(one.llm.completion_ids))) for one in steps if one.llm
+            )
     return CountedCalls(
         kills=kills,
+        hit=dict(hit),
+        broken=agents.num_broken,
         answered=given.total(),
         recorded=recorded.total(),
+        torn=num_torn,
         lost=(given - recorded).total(),
         doubled=(recorded - given).total(),
         named=len(agents.names),
