@@ -54,7 +54,7 @@ def _warn_unused(location: str, written: EngineSettings, known: EngineSettings, 
         found = [(one.location, tuple(map(str, one.names)), str(one.why)) for one in of_engine(location, known, config)]
     except (Exception, SystemExit) as error:  # the package's code
         logger.info("engine %s cannot be asked for unused keys", written.kind, exc_info=error)
-        message = f"{location}: kind {written.kind!r} cannot tell its unused keys: {describe(error)}"
+        message = f"{location}: kind {written.kind!r} cannot report its unused keys: {describe(error)}"
         raise ConfigError(conceal(f"{message}; correct the package", values, os.environ)) from error
     for where, names, why in found:
         warn_meaningless(where, names, conceal(why, values, os.environ))

@@ -108,7 +108,7 @@ class WantedVersions:
         return [*self.refusals.values()] or [TryAgainError("no server can be reached")]
 
     def accept(self, members: Sequence[PoolMember]) -> bool:
-        """Want the version that is coming, if a server has proven it, maybe before it came. Whether it is wanted anew.
+        """Want the version that is coming, if a server has proven it, maybe before it came. False: nothing changed.
 
         The others are asked nothing that needs it until they have proven it, too.
         """

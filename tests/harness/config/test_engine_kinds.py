@@ -125,7 +125,7 @@ UNUSED = """
 
 @pytest.fixture
 def picky_parrot(parrot: str, tmp_path: Path) -> None:
-    """The package, whose settings class tells which of its keys are unused."""
+    """The package, whose settings class names the unused ones of its keys."""
     key = '    api_key: str = ""\n'
     (tmp_path / f"{parrot}.py").write_text(PARROT.replace(key, f"{key}{UNUSED}"))
 
@@ -148,13 +148,13 @@ def test_an_installed_engine_is_asked_for_unused_keys_before_a_run_begins(
 
 
 @pytest.mark.usefixtures("picky_parrot")
-def test_an_installed_engine_that_cannot_tell_its_unused_keys_is_named(
+def test_an_installed_engine_whose_unused_keys_cannot_be_asked_for_is_named(
     written: dict[str, Any], parrot: str, tmp_path: Path
 ) -> None:
     source = (tmp_path / f"{parrot}.py").read_text()
     (tmp_path / f"{parrot}.py").write_text(source.replace("*, has_adapters=True, has_full_weights=True", ""))
     message = (
-        r"^trajectory_builders\.b\.engine: kind 'parrot' cannot tell its unused keys: TypeError .*; correct the pac"
+        r"^trajectory_builders\.b\.engine: kind 'parrot' cannot report its unused keys: TypeError .*; correct the pac"
     )
     with pytest.raises(ConfigError, match=message):
         check_engines(config_file.resolve(with_engine(written, {"kind": "parrot"})).config)

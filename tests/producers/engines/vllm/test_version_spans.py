@@ -36,8 +36,8 @@ def found(spans: Spans, length: int, weights_format: str = "full") -> list[tuple
     http, named = HttpServer("http://server:1", timeout_s=1), NamedVersions()
     for number in range(NUM_VERSIONS):
         named.add(version(number), {"policy-v0": 1})
-    told: list[dict[str, Any]] = [{"version": f"policy-v{one}", "start": at, "end": end} for one, at, end in spans]
-    given_spans = spans_of(http, request(), version(3, weights_format), named, length, told)
+    written: list[dict[str, Any]] = [{"version": f"policy-v{one}", "start": at, "end": end} for one, at, end in spans]
+    given_spans = spans_of(http, request(), version(3, weights_format), named, length, written)
     return [(span.version, span.length) for span in given_spans]
 
 
