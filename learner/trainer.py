@@ -15,9 +15,8 @@ from torch import Tensor
 from rollstream.eventlog.files import HashedFile, base_sha256
 from rollstream.learner.algorithms import off_policy, table
 from rollstream.learner.algorithms.base import BatchView
-from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointPosition, part
-from rollstream.learner.model.collate import check_lengths, check_token_ids, holder_of, member_of, rows_of
+from rollstream.learner.model.collate import check_lengths, check_token_ids, holder_of
 from rollstream.learner.model.loading import num_positions
 from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
 from rollstream.learner.model.micro_batch import TrainRow
@@ -31,7 +30,8 @@ from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shard
 from rollstream.learner.progress import manifest_metrics
 from rollstream.learner.scoring.index import SCORES_SINCE, ScoreAsked
 from rollstream.learner.scoring.models import ScoringModels, compute_as_set
-from rollstream.learner.scoring.scores import NONE, Scores, by_sequence, scored_rows, spans_of
+from rollstream.learner.scoring.scored_batch import asked_of, batch_of
+from rollstream.learner.scoring.scores import NONE, Scores
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
@@ -310,12 +310,7 @@ class JobTrainer:
         if not scorers:
             return []
         self._check_token_ids(trajectories)
-        batch = self.batch(planned, trajectories)
-        members = (row.member for row in batch.rows)
-        if batch.pairs is not None:
-            members = (span.member for span in spans_of(batch.rows, trajectories))
-        trained = sorted(set(members))
-        return [ScoreAsked(member, scorer) for scorer in scorers for member in trained]
+        return asked_of(self._settings.algorithm, scorers, planned, trajectories)
 
     def _warn_of_mismatch(self, result: StepResult, planned: BatchPlanned) -> None:
         found = result.metrics.get(f"{off_policy.MISMATCH}kl_k3", 0.0)
@@ -331,33 +326,8 @@ class JobTrainer:
     def batch(
         self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores = NONE
     ) -> BatchView:
-        """Rows or pairs, as the algorithm needs them. Rewards are the manifest's, those of steps the trajectories'."""
-        settings = self._settings.algorithm
-        found = list(zip(trajectories, planned.members, strict=True))
-        members = [member_of(one, reward=its.reward, staleness=its.staleness) for one, its in found]
-        by_role = {
-            role: {index: by_sequence(trajectories[index], values) for index, values in by_member.items()}
-            for role, by_member in scores.by_role.items()
-        }
-        if settings.pair_settings is not None:
-            items = [item for trajectory, member in found for item in items_of(trajectory, member.reward)]
-            pairs = pairs_of(items, settings.pair_settings)
-            rows, sides = rows_of_pairs(pairs)
-            if by_role:
-                rows = scored_rows(rows, spans_of(rows, trajectories), by_role)
-            return BatchView(rows, members, sides, [pair.score_diff for pair in pairs])
-        needs_logprobs = settings.needs.behaviour
-        rows = [
-            row
-            for index, trajectory in enumerate(trajectories)
-            for row in rows_of(
-                trajectory,
-                needs_logprobs=needs_logprobs,
-                member=index,
-                scores={role: by_member[index] for role, by_member in by_role.items() if index in by_member},
-            )
-        ]
-        return BatchView(rows, members)
+        """Rows or pairs, as the algorithm needs them."""
+        return batch_of(self._settings.algorithm, planned, trajectories, scores)
 
 
 def drop(job: JobSubmitted, ranks: Ranks) -> None:
