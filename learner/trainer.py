@@ -133,6 +133,10 @@ class JobTrainer:
                     f"{where} is an adapter with {name} {recorded}, not {own[name]}; give model.lora as it was there"
                 )
 
+    def use_threads(self, threads: int) -> None:
+        """Train with as many threads from now on, whatever the job says."""
+        self._settings = self._settings.model_copy(update={"threads": threads})
+
     def stand_at(self, base: WeightsPublished, weights: bytes, what: str) -> None:
         """Begin the job from its base version's weights, and compare with them where the loss does.
 
