@@ -169,7 +169,7 @@ class Retraining:
                 f"manifest {planned.batch_id} adopts version {planned.adopts}, which no manifest yields; {_WHOLE}"
             )
         self._trainer.restore(self._states[planned.adopts])
-        return adopted({})
+        return adopted(self._trainer.model, {})
 
 
 def threads_of(job: RecordedJob) -> int | None:
