@@ -154,6 +154,21 @@ class JobTrainer:
         self.model.load_weights(from_bytes(weights, what))
         self.reset()
 
+    def take_over(self, published: dict[str, Tensor]) -> None:
+        """Take over published weights in place of those that were trained again. Raises ModelError.
+
+        Where rounding a value gives the published one, it stays: it is more exact, and small steps add up in it. Of
+        several processes each has its shards alone, and takes over all values as published.
+        """
+        if self.model.publishes_exactly or self._settings.model.lora or self.model.ranks.num > 1:
+            self.model.load_weights(published)
+            return
+        self.model.check_weights(published)
+        with torch.no_grad():
+            for name, value in self.model.weights().items():
+                theirs = published[name].to(value.device)
+                value.copy_(torch.where(self.model.as_published(value) == theirs, value, theirs.to(value.dtype)))
+
     def reset(self) -> None:
         """Know nothing of batches before."""
         with self.model.ranks.together("reset"):
