@@ -62,6 +62,7 @@ class TrainedStep(NamedTuple):
     weights_sha256: str
     micro_batch_tokens: tuple[int, ...]
     ranks: int
+    """0: unknown, of a rollback that was recorded before these had it."""
 
 
 @dataclass(slots=True)
@@ -240,7 +241,8 @@ def _take_version(group: GroupState, event: ReferenceScored | StepTrained | Weig
 def _train(group: GroupState, event: StepTrained, offset: int) -> None:
     steps = group.steps.setdefault(event.version, {})
     if event.job_id not in steps:
-        steps[event.job_id] = TrainedStep(event.job_id, event.weights_sha256, event.micro_batch_tokens, event.ranks)
+        ranks = 0 if event.adopts is not None and not event.device else event.ranks
+        steps[event.job_id] = TrainedStep(event.job_id, event.weights_sha256, event.micro_batch_tokens, ranks)
         group.offsets.setdefault(event.version, []).append(offset)
 
 

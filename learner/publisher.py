@@ -200,7 +200,7 @@ class Publisher:
 
 def difference(step: TrainedStep | None, num_ranks: int) -> str:
     """The reason why a version may have other bits than when it was published. `step`: of that time."""
-    if step is not None and step.ranks != num_ranks:
+    if step is not None and step.ranks not in (0, num_ranks):
         return (
             f"it was trained by {step.ranks} process(es) then and by {num_ranks} now, and bits are equal only for as "
             f"many; start the learner with {step.ranks}, until it has caught up with what is published"

@@ -47,7 +47,9 @@ class Retraining:
     """A job's trainer, standing behind some version of it. Blocking but for the log."""
 
     def __init__(self, job: RecordedJob, *, threads: int | None, permissions: Permissions = NOTHING) -> None:
-        """`threads`: as many as the job was trained with. Raises ModelError, ConfigError (see `JobTrainer`)."""
+        """`threads`: for versions whose record does not say how many. Raises ModelError, ConfigError (see
+        `JobTrainer`).
+        """
         self.job = job
         self.next_index = 0
         self._previous_sha256 = codec.EMPTY_SHA256
@@ -133,6 +135,8 @@ class Retraining:
                     f"version {recorded.version} was trained on {recorded.batch_id}, manifest "
                     f"{planned.index} is {planned.batch_id}; {_WHOLE}"
                 )
+            if recorded.threads:  # they may have changed when the learner was started again
+                self._trainer.use_threads(recorded.threads)
             self._keep_state(planned.trains_at_version, until)
             result = await self._applied(log, planned, recorded)
             sha256 = published_sha256(self._trainer.model)
@@ -165,19 +169,35 @@ class Retraining:
                 f"manifest {planned.batch_id} adopts version {planned.adopts}, which no manifest yields; {_WHOLE}"
             )
         self._trainer.restore(self._states[planned.adopts])
-        return adopted({})
+        return adopted(self._trainer.model, {})
 
 
-def threads_of(job: RecordedJob, versions: Collection[int]) -> int | None:
-    """Threads that versions were trained with, None if nothing says. Raises ConfigError if they changed midway."""
-    counts = sorted({step.threads for version, step in job.steps.items() if version in versions and step.threads})
-    num_ranks = max((step.ranks for version, step in job.steps.items() if version in versions), default=1)
-    if num_ranks > 1:
-        raise ConfigError(
-            f"job {job.submitted.job_id} was trained by {num_ranks} processes together; a replay trains in one, and "
-            "bits are equal only for as many; leave --train out (--verify checks everything else)"
-        )
-    if len(counts) > 1:
-        named = ", ".join(map(str, counts))
-        raise ConfigError(f"job {job.submitted.job_id} was trained with {named} threads in turn; give --steps A:B")
+def threads_of(job: RecordedJob) -> int | None:
+    """Threads that the job began with, None if nothing says; `steps` takes those of each version."""
+    counts = [step.threads for _, step in sorted(job.steps.items()) if step.threads]
     return counts[0] if counts else job.submitted.settings.threads
+
+
+def check_ranks(job: RecordedJob, versions: Collection[int], *, first: int) -> None:
+    """Raises ConfigError if several processes trained one of the versions. `first`: the first one that is asked for.
+
+    A rollback is as good in one process: it computes nothing.
+    """
+    several = {
+        version: step.ranks
+        for version, step in job.steps.items()
+        if version in versions and step.ranks > 1 and step.adopts is None
+    }
+    if not several:
+        return
+    last = max(several)
+    where, remedy = "", "leave --train out (--verify checks everything else)"
+    if last < first:
+        where = f"no checkpoint of version {last} or later is here to begin at before version {first}; "
+        remedy = f"give --steps A:B with a checkpoint from {last} to A - 1, or {remedy}"
+    elif last < max(job.steps):
+        remedy = f"give --steps A:B from {last + 1} on, or {remedy}"
+    raise ConfigError(
+        f"version {last} of job {job.submitted.job_id} was trained by {several[last]} processes together; a replay "
+        f"trains in one, and bits are equal only for as many; {where}{remedy}"
+    )

@@ -15,9 +15,8 @@ from torch import Tensor
 from rollstream.eventlog.files import HashedFile, base_sha256
 from rollstream.learner.algorithms import off_policy, table
 from rollstream.learner.algorithms.base import BatchView
-from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointPosition, part
-from rollstream.learner.model.collate import check_lengths, check_token_ids, holder_of, member_of, rows_of
+from rollstream.learner.model.collate import check_lengths, check_token_ids, holder_of
 from rollstream.learner.model.loading import num_positions
 from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
 from rollstream.learner.model.micro_batch import TrainRow
@@ -31,7 +30,8 @@ from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shard
 from rollstream.learner.progress import manifest_metrics
 from rollstream.learner.scoring.index import SCORES_SINCE, ScoreAsked
 from rollstream.learner.scoring.models import ScoringModels, compute_as_set
-from rollstream.learner.scoring.scores import NONE, Scores, by_sequence, scored_rows, spans_of
+from rollstream.learner.scoring.scored_batch import asked_of, batch_of
+from rollstream.learner.scoring.scores import NONE, Scores
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
@@ -133,6 +133,10 @@ class JobTrainer:
                     f"{where} is an adapter with {name} {recorded}, not {own[name]}; give model.lora as it was there"
                 )
 
+    def use_threads(self, threads: int) -> None:
+        """Train with as many threads from now on, whatever the job says."""
+        self._settings = self._settings.model_copy(update={"threads": threads})
+
     def stand_at(self, base: WeightsPublished, weights: bytes, what: str) -> None:
         """Begin the job from its base version's weights, and compare with them where the loss does.
 
@@ -149,6 +153,21 @@ class JobTrainer:
         compute_as_set(self._settings)
         self.model.load_weights(from_bytes(weights, what))
         self.reset()
+
+    def take_over(self, published: dict[str, Tensor]) -> None:
+        """Take over published weights in place of those that were trained again. Raises ModelError.
+
+        Where rounding a value gives the published one, it stays: it is more exact, and small steps add up in it. Of
+        several processes each has its shards alone, and takes over all values as published.
+        """
+        if self.model.publishes_exactly or self._settings.model.lora or self.model.ranks.num > 1:
+            self.model.load_weights(published)
+            return
+        self.model.check_weights(published)
+        with torch.no_grad():
+            for name, value in self.model.weights().items():
+                theirs = published[name].to(value.device)
+                value.copy_(torch.where(self.model.as_published(value) == theirs, value, theirs.to(value.dtype)))
 
     def reset(self) -> None:
         """Know nothing of batches before."""
@@ -310,12 +329,7 @@ class JobTrainer:
         if not scorers:
             return []
         self._check_token_ids(trajectories)
-        batch = self.batch(planned, trajectories)
-        members = (row.member for row in batch.rows)
-        if batch.pairs is not None:
-            members = (span.member for span in spans_of(batch.rows, trajectories))
-        trained = sorted(set(members))
-        return [ScoreAsked(member, scorer) for scorer in scorers for member in trained]
+        return asked_of(self._settings.algorithm, scorers, planned, trajectories)
 
     def _warn_of_mismatch(self, result: StepResult, planned: BatchPlanned) -> None:
         found = result.metrics.get(f"{off_policy.MISMATCH}kl_k3", 0.0)
@@ -331,33 +345,8 @@ class JobTrainer:
     def batch(
         self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores = NONE
     ) -> BatchView:
-        """Rows or pairs, as the algorithm needs them. Rewards are the manifest's, those of steps the trajectories'."""
-        settings = self._settings.algorithm
-        found = list(zip(trajectories, planned.members, strict=True))
-        members = [member_of(one, reward=its.reward, staleness=its.staleness) for one, its in found]
-        by_role = {
-            role: {index: by_sequence(trajectories[index], values) for index, values in by_member.items()}
-            for role, by_member in scores.by_role.items()
-        }
-        if settings.pair_settings is not None:
-            items = [item for trajectory, member in found for item in items_of(trajectory, member.reward)]
-            pairs = pairs_of(items, settings.pair_settings)
-            rows, sides = rows_of_pairs(pairs)
-            if by_role:
-                rows = scored_rows(rows, spans_of(rows, trajectories), by_role)
-            return BatchView(rows, members, sides, [pair.score_diff for pair in pairs])
-        needs_logprobs = settings.needs.behaviour
-        rows = [
-            row
-            for index, trajectory in enumerate(trajectories)
-            for row in rows_of(
-                trajectory,
-                needs_logprobs=needs_logprobs,
-                member=index,
-                scores={role: by_member[index] for role, by_member in by_role.items() if index in by_member},
-            )
-        ]
-        return BatchView(rows, members)
+        """Rows or pairs, as the algorithm needs them."""
+        return batch_of(self._settings.algorithm, planned, trajectories, scores)
 
 
 def drop(job: JobSubmitted, ranks: Ranks) -> None:

@@ -123,7 +123,7 @@ class VersionWriter:
         written.path.unlink(missing_ok=True)
         logger.warning("version=%s was trained again with other bits: its published weights count", version)
         tensors = from_bytes(await self._publisher.read(kept), f"artifact {kept.uri}")
-        await self._in_training_thread(lambda: self._trainer().model.load_weights(tensors))
+        await self._in_training_thread(lambda: self._trainer().take_over(tensors))
         return await self._files.weights(version, tensors)
 
     async def held(self, trained: Trained) -> Trained:

@@ -9,7 +9,7 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.progress import Manifest
-from rollstream.learner.retrain import RecordedJob, Retraining, threads_of
+from rollstream.learner.retrain import RecordedJob, Retraining, check_ranks, threads_of
 from rollstream.learner.versions import library_versions
 from rollstream.replay.report import Report, first_field
 from rollstream.replay.source import RunEvents, of_type
@@ -87,9 +87,11 @@ async def train(
         if not versions:
             continue
         own = permissions._replace(allow=permissions.allow | {f"{MODEL}{job.submitted.settings.model.path}"})
-        retraining = Retraining(job, threads=threads_of(job, versions), permissions=own)
+        check_ranks(job, versions, first=versions[0])
+        retraining = Retraining(job, threads=threads_of(job), permissions=own)
         usable = checkpoints if first is not None else None
         version = retraining.begin(artifacts, usable, version=versions[0] - 1, until=versions[-1])
+        check_ranks(job, range(version + 1, versions[0]), first=versions[0])
         on_progress(f"job {job.submitted.job_id}: from version {version}, to {versions[-1]}")
         missing = set(range(versions[0], versions[-1] + 1))
         async for recorded, replayed in retraining.steps(log, until=versions[-1]):

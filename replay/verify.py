@@ -78,7 +78,7 @@ async def verify(
     report.add(others)
     on_progress("weights and checkpoints")
     weights.compare(events, artifacts, checkpoints, report, has_checkpoints=has_checkpoints)
-    weights.compare_scores(events, report)
+    await weights.compare_scores(log, events, report)
     return report
 
 

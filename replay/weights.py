@@ -4,21 +4,22 @@ records.
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import Received
+from rollstream.eventlog.log import EventLog, Received
 from rollstream.learner import retention
 from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in, inspect
 from rollstream.learner.progress import GroupState, LogState, evolve
+from rollstream.learner.reading.members import check_members, fetch_records
 from rollstream.learner.retention import WeightNeeds
 from rollstream.learner.scoring.index import ScoreAsked, digest_of, scorers_of
 from rollstream.replay.report import MISSING, Report
 from rollstream.replay.source import RunEvents, of_type
 from rollstream.schemas import ids
-from rollstream.schemas.errors import ArtifactError
+from rollstream.schemas.errors import ArtifactError, DecodeError
 from rollstream.schemas.events import (
     BatchPlanned,
     JobSubmitted,
@@ -81,8 +82,12 @@ def compare(
                 _kept_checkpoints(events, name, group, folder, report)
 
 
-def compare_scores(events: RunEvents, report: Report) -> None:
-    """Note steps whose scores are not what they were, or are missing. No model scores anything."""
+async def compare_scores(log: EventLog, events: RunEvents, report: Report) -> None:
+    """Note steps whose scores are not what they were, or are missing. No model scores anything.
+
+    A manifest's trajectories are read only if its members have other scores than its step names: not all of them need
+    be trained. Raises TruncatedError if one is gone.
+    """
     state = log_state(events)
     weights = events.by_topic.get("weights", ())
     scored = {received.position.offset: received for _, received in of_type(weights, ReferenceScored)}
@@ -97,7 +102,11 @@ def compare_scores(events: RunEvents, report: Report) -> None:
             continue
         assert isinstance(planned.event, BatchPlanned)
         assert isinstance(job.event, JobSubmitted)
-        found = _scores_digest(planned.event, job.event, group, scored)
+        asked = _may_be_asked(planned.event, job.event, group)
+        found = _digest(asked, planned.event, group, scored)
+        if found != step.scores_sha256 and asked:
+            asked = await _asked(log, planned.event, job.event, asked)
+            found = _digest(asked, planned.event, group, scored)
         if found != step.scores_sha256:
             named = f"ReferenceScored of {step.batch_id}, named by {step.event_id}"
             report.differ("weights", named, step.scores_sha256 or MISSING, found or MISSING)
@@ -111,16 +120,38 @@ def compare_sampled(events: RunEvents, versions: Mapping[tuple[str, int], str], 
             report.differ("weights", ids.version_event("weights_published", name, version), f"named by {by}", MISSING)
 
 
-def _scores_digest(planned: BatchPlanned, job: JobSubmitted, group: GroupState, scored: dict[int, Received]) -> str:
-    """Digest of the score events for a manifest's members; members without one needed no scores."""
+def _may_be_asked(planned: BatchPlanned, job: JobSubmitted, group: GroupState) -> list[ScoreAsked]:
+    """Scores of all of a manifest's members: those that its step was trained with, and maybe more."""
     base = group.published.get(job.base_version)
     if base is None or planned.adopts is not None:
-        return ""
-    asked = [
-        ScoreAsked(member, scorer)
-        for scorer in scorers_of(job.settings, base.weights_sha256)
-        for member in range(len(planned.members))
-    ]
+        return []
+    scorers = scorers_of(job.settings, base.weights_sha256)
+    return [ScoreAsked(member, scorer) for scorer in scorers for member in range(len(planned.members))]
+
+
+async def _asked(
+    log: EventLog, planned: BatchPlanned, job: JobSubmitted, possible: list[ScoreAsked]
+) -> list[ScoreAsked]:
+    """Those that a manifest's step was trained with; all that are possible if its trajectories do not tell.
+
+    They do not if the algorithm is somebody's own and trains on pairs: its code, which is not run here, chose them.
+    """
+    from rollstream.learner.scoring.scored_batch import asked_of  # with torch, which few verifications need
+
+    settings = job.settings.algorithm
+    if settings.needs.pairs and settings.pair_settings is None:
+        return possible
+    try:
+        trajectories = check_members(planned, await fetch_records(log, planned))
+        return asked_of(settings, list(dict.fromkeys(one.scorer for one in possible)), planned, trajectories)
+    except DecodeError:
+        return possible  # the comparison of trajectories has noted it
+
+
+def _digest(
+    asked: Iterable[ScoreAsked], planned: BatchPlanned, group: GroupState, scored: Mapping[int, Received]
+) -> str:
+    """Digest of the events with those scores; members without one needed none."""
     offsets = [offset for one in asked for offset in group.scores.offsets(one.wanted(planned))]
     return digest_of([scored[offset].digest for offset in offsets if offset in scored])
 

@@ -40,8 +40,15 @@ from typing import Any, NamedTuple, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
-CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
-"""Message of torch's allocator on a CPU, for which it has no exception of its own."""
+NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "[CUDA]: out of memory",
+    "_STATUS_ALLOC_FAILED",
+)
+"""Parts of messages where memory ran out and the exception has no type of its own: torch's allocator on a CPU, CUDA
+outside of torch's allocator, Triton, and the libraries cuBLAS, cuDNN, cuSOLVER and cuSPARSE.
+"""
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _OF_PACKAGES = frozenset({"site-packages", "dist-packages"})
@@ -308,6 +315,9 @@ def _is_of(frame: FrameType, package: str) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that a device, or the machine, has no memory left: torch's own, or its allocator's."""
+    """Whether an exception says that a device, or the machine, has no memory left: by its type, or by its message."""
     kinds = {kind.__name__ for kind in type(error).__mro__}  # torch is not imported here
-    return not kinds.isdisjoint(("OutOfMemoryError", "MemoryError")) or CPU_REFUSAL in _message(error)
+    if not kinds.isdisjoint(("OutOfMemoryError", "MemoryError")):
+        return True
+    message = _message(error)
+    return any(part in message for part in NO_MEMORY)

@@ -65,9 +65,10 @@ class StepResult:
     """The GPU's name, or cpu."""
 
 
-def adopted(seconds: dict[str, float]) -> StepResult:
+def adopted(model: PolicyModel, seconds: dict[str, float]) -> StepResult:
     """The result of a rollback: no optimizer step."""
-    return StepResult(0, 0, {}, seconds, torch.get_num_threads())
+    threads, device = torch.get_num_threads(), device_name(model.device)
+    return StepResult(0, 0, {}, seconds, threads, ranks=model.ranks.num, device=device)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.learner.scoring import index, scores, served_teacher, vocabulary
+    from rollstream.learner.scoring import index, scored_batch, scores, served_teacher, vocabulary
 
-__all__ = ["index", "scores", "served_teacher", "vocabulary"]
+__all__ = ["index", "scored_batch", "scores", "served_teacher", "vocabulary"]

@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.scoring.contexts import Inputs, contexts_of, inputs_of
 from rollstream.learner.scoring.index import ScoreAsked, ScoreIndex
 from rollstream.learner.scoring.models import ScoringModels
 from rollstream.learner.scoring.scores import NONE, Logprobs, Scores, events_of, missing, recorded_scores
+from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, ReferenceScored, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.events.weights import Scorer
 from rollstream.schemas.settings import ArtifactRef
@@ -89,7 +92,8 @@ class ScoreWriter:
         2. ReferenceScored of it are sent, if nobody else has claimed the model group
         3. the values are read from the log, the first ones of each trajectory
 
-        A crash before 2 computes them again. `seconds` is given the phase `score`. Raises FencedError.
+        A crash before 2 computes them again. `seconds` is given the phase `score`. Raises FencedError, and
+        RunFailedError if one is not finite.
         """
         if trainer.scoring.is_idle:
             return NONE
@@ -126,9 +130,24 @@ class ScoreWriter:
             if scorer.context and inputs is None:
                 inputs = await self._inputs(trajectories)
             found = await self._computed(models, scorer, [trajectories[member] for member in members], inputs or {})
+            self._check_finite(scorer, [trajectories[member] for member in members], found)
             await self._owner.check_owner()
             await self._log.send_all(self._events(planned, lacking, dict(zip(members, found, strict=True))))
             failpoint("learner/between-scores-of-groups")
+
+    def _check_finite(
+        self, scorer: Scorer, trajectories: Sequence[TrajectoryAssembled], found: Sequence[Logprobs]
+    ) -> None:
+        """Raises RunFailedError naming a trajectory with a score that is not finite: once recorded, it would stay."""
+        for trajectory, logprobs in zip(trajectories, found, strict=True):
+            odd = logprobs[~np.isfinite(logprobs)]
+            if len(odd):
+                source = scorer.model or f"version {self._job.base_version} of {self._job.model_group}"
+                raise RunFailedError(
+                    f"trajectory {trajectory.trajectory_id}: the {scorer.role} ({source}) gave a token the "
+                    f"log-probability {odd[0]}; look for such numbers in its weights, or compute in float32 "
+                    "(model.dtype), and begin a new run"
+                )
 
     def _events(
         self, planned: BatchPlanned, lacking: Sequence[ScoreAsked], found: Mapping[int, Logprobs]

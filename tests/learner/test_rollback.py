@@ -3,13 +3,17 @@
 import asyncio
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rollstream.eventlog import codec
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
-from rollstream.learner.progress import Manifest
+from rollstream.learner.model.step import adopted
+from rollstream.learner.progress import LogState, Manifest, evolve
+from rollstream.learner.publisher import difference
 from rollstream.learner.retrain import RecordedJob, Retraining
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas import ids
@@ -91,10 +95,40 @@ def test_a_rollback_publishes_a_new_version_with_the_weights_of_an_earlier_one(l
         assert published[4].batch_id == ids.batch_id(job.job_id, 3)
         steps = {step.version: step for step in await lab.events("weights", StepTrained)}
         assert (steps[4].num_optimizer_steps, steps[4].adopts, steps[4].metrics) == (0, adopted, {})
+        assert (steps[4].threads, steps[4].ranks, steps[4].device) == (1, 1, "cpu")
         assert published[5].adopts is None
         assert published[5].weights_sha256 != published[4].weights_sha256
 
     asyncio.run(scenario())
+
+
+def test_a_rollback_by_several_processes_is_recorded_as_such() -> None:
+    model: Any = SimpleNamespace(device=torch.device("cpu"), ranks=SimpleNamespace(num=2))
+    result = adopted(model, {"restore": 1.0})
+    assert (result.ranks, result.device, result.num_optimizer_steps) == (2, "cpu", 0)
+
+
+def test_a_rollback_recorded_without_a_device_names_no_number_of_processes_where_its_hash_differs(lab: Any) -> None:
+    common: dict[str, Any] = {"run_id": RUN, "time_ms": 1, "model_group": GROUP, "job_id": "j", "batch_id": "b"}
+    common |= {"epoch": 0, "term": 0, "weights_sha256": "0" * 64, "num_optimizer_steps": 0, "metrics": {}}
+    of_two: dict[str, Any] = {"ranks": 2, "device": "cpu"}
+    steps = [
+        StepTrained(version=1, **common, **of_two),
+        StepTrained(version=2, **common, adopts=1),
+        StepTrained(version=3, **common, **of_two, adopts=1),
+    ]
+
+    async def scenario() -> list[str]:
+        state = LogState()
+        await lab.log.send_all(steps)
+        for received in await lab.received("weights"):
+            evolve(state, received)
+        return [difference(state.group(GROUP).step_of(one.version), 3) for one in steps]
+
+    trained, before, now = asyncio.run(scenario())
+    assert "trained by 2 process(es)" in trained
+    assert "trained by" not in before
+    assert "trained by 2 process(es)" in now
 
 
 @pytest.mark.slow

@@ -32,6 +32,24 @@ from rollstream.schemas.settings import LoraSettings, ModelSettings, OptimizerSe
 SLOW_S = 0.3
 
 
+def test_published_weights_replace_what_differs_from_them_and_not_what_is_more_exact(lab: Any) -> None:
+    model = ModelSettings(path=str(lab.model), device="cpu", dtype="bfloat16", deterministic=False)
+    trainer = JobTrainer(asyncio.run(lab.submit(model=model)), threads=1, permissions=lab.permissions)
+    own = trainer.model.weights()
+    for value in own.values():
+        value.data.add_(torch.full_like(value, 1e-5))
+    before = {name: value.detach().clone() for name, value in own.items()}
+    published = {name: value.clone() for name, value in trainer.model.published().items()}
+    name = min(published)
+    assert not torch.equal(before[name], published[name].float()), "what is published is rounded"
+    published[name].view(-1)[0] += 1
+    trainer.take_over(published)
+    after = trainer.model.weights()
+    changed = {one: (after[one] != before[one]).sum().item() for one in before}
+    assert {one: count for one, count in changed.items() if count} == {name: 1}
+    assert all(torch.equal(value, published[one]) for one, value in trainer.model.published().items())
+
+
 class Work:
     """Record of the work of a learner's threads, in order."""
 

@@ -63,6 +63,15 @@ def test_versions_are_trained_again_from_the_checkpoint_below_them(run):
     assert trained(run, first=2, last=2).counts == {"training steps": 2}, "without checkpoints from the base on"
 
 
+def test_versions_that_one_process_trained_after_several_need_a_checkpoint_between(run):
+    run.change("weights", "step_trained", b'"threads":1', b'"threads":1,"ranks":2')
+    assert trained(run, first=2, checkpoints=run.checkpoints).counts == {"training steps": 2}
+    with pytest.raises(ConfigError, match=r"version 1 of job .* by 2 processes together.*no checkpoint of version 1"):
+        trained(run, first=3)
+    with pytest.raises(ConfigError, match=r"version 1 of job .* by 2 processes together.*give --steps A:B from 2 on"):
+        trained(run, checkpoints=run.checkpoints)
+
+
 def test_repeated_records_make_no_difference(run):
     for topic, kind in (("groups", "group_closed"), ("steps", "step_recorded"), ("batches", "batch_planned")):
         records, index = run.find(topic, kind)

@@ -302,6 +302,31 @@ def test_other_errors_are_not_taken_for_want_of_memory() -> None:
     assert not is_out_of_memory(Unreadable())
 
 
+class AcceleratorError(RuntimeError):
+    """As torch raises it where a call of CUDA's own fails."""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"), True),
+        (AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), False),
+        (RuntimeError("Triton Error [CUDA]: device-side assert triggered"), False),
+        (RuntimeError("out of resource: shared memory, Required: 262144"), False),
+        (ValueError("the agent's answer: I am out of memory"), False),
+    ],
+    ids=lambda one: None if isinstance(one, bool) else str(one)[:40],
+)
+def test_want_of_memory_is_known_by_the_message(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
 @pytest.mark.parametrize("revision", [5, 9])
 def test_an_engine_that_samples_otherwise_at_the_trained_version_sets_off_the_alarm(
     lab: Any, caplog: pytest.LogCaptureFixture, revision: int

@@ -1,10 +1,12 @@
 """Log-probabilities under the reference as events: written once, before the step that uses them, and read then."""
 
 import asyncio
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.failpoints import Killed, armed
@@ -15,7 +17,14 @@ from rollstream.learner.scoring.scores import MAX_TOKENS, by_sequence, events_of
 from rollstream.schemas import tokens
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, KtoSettings
-from rollstream.schemas.events import BatchPlanned, JobSucceeded, ReferenceScored, StepTrained, TrajectoryAssembled
+from rollstream.schemas.events import (
+    BatchPlanned,
+    JobFailed,
+    JobSucceeded,
+    ReferenceScored,
+    StepTrained,
+    TrajectoryAssembled,
+)
 from rollstream.schemas.events.weights import Scorer
 from rollstream.schemas.settings import LoraSettings, ModelSettings
 from tests.rigs.runs.retrained import assert_retrained, steps_of
@@ -80,6 +89,26 @@ def test_a_learner_that_is_killed_between_two_groups_scores_the_other_one_alone(
         await assert_retrained(lab, job, await steps_of(lab))
 
     asyncio.run(scenario())
+
+
+def test_a_score_that_is_not_finite_fails_its_job_and_is_not_recorded(lab: Any, tmp_path: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(lab.model)
+    model.model.norm.weight.data[3] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    lab.model = tmp_path / "broken"
+
+    async def scenario() -> tuple[JobFailed, list[ReferenceScored]]:
+        job = await lab.submit(num_versions=2, algorithm=KtoSettings())
+        await lab.plan(job, 2)
+        await lab.work(lab.has(JobFailed))
+        (failed,) = await lab.events("jobs", JobFailed)
+        return failed, await lab.events("weights", ReferenceScored)
+
+    failed, scored = asyncio.run(scenario())
+    assert scored == []
+    assert re.search(
+        r"trajectory run-1/rl/\S+: the reference \(version 0 of run-1/main\) .* nan; .*float32", failed.error
+    )
 
 
 def test_scores_lie_on_completion_tokens_and_come_back_as_they_were(lab: Any) -> None:

@@ -8,7 +8,8 @@ import yaml
 
 from rollstream.harness.replays.what_if import what_if
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.replay.source import of_type, read_run
+from rollstream.replay.source import RunEvents, of_type, read_run
+from rollstream.replay.verify import verify
 from rollstream.schemas.events import ReferenceScored, StepTrained
 from tests.rigs.runs.recorded_run import RecordedRun, hashes_of
 from tests.rigs.runs.replay_changes import changes, finders, is_found
@@ -65,28 +66,71 @@ def test_a_score_that_is_gone_is_missed_by_name(recorded: Any) -> None:
         trained(run)
 
 
-def test_a_what_if_trains_on_the_recorded_scores(recorded: Any) -> None:
-    async def asked(changes: Any) -> Any:
-        file = recorded.folder / "what_if.yaml"
-        file.write_text(yaml.safe_dump(changes))
-        events = await read_run(recorded.log, "replayed")
-        outcome = await what_if(
-            recorded.log,
-            events,
-            recorded.artifacts,
-            file,
-            checkpoints=recorded.checkpoints,
-            on_progress=lambda line: None,
-        )
-        return events, await read_run(recorded.log, outcome.run_id)
+async def asked(run: RecordedRun, changes: Any) -> tuple[RunEvents, RunEvents]:
+    """Events of the run, and of a what-if of it."""
+    file = run.folder / "what_if.yaml"
+    file.write_text(yaml.safe_dump(changes))
+    events = await read_run(run.log, "replayed")
+    outcome = await what_if(
+        run.log, events, run.artifacts, file, checkpoints=run.checkpoints, on_progress=lambda line: None
+    )
+    return events, await read_run(run.log, outcome.run_id)
 
-    before, same = asyncio.run(asked({}))
+
+def test_a_what_if_trains_on_the_recorded_scores(recorded: Any) -> None:
+    before, same = asyncio.run(asked(recorded, {}))
     assert hashes_of(same) == hashes_of(before)
     scored = [event for event, _ in of_type(same.by_topic["weights"], ReferenceScored)]
     assert {event.term for event in scored} == {0}, "none was written by the what-if's learner"
     assert len(scored) == 16
-    _, other = asyncio.run(asked({"trainer_adapters": {"learner": {"optimizer": {"learning_rate": 1e-3}}}}))
+    slower = {"trainer_adapters": {"learner": {"optimizer": {"learning_rate": 1e-3}}}}
+    _, other = asyncio.run(asked(recorded, slower))
     scored = [event for event, _ in of_type(other.by_topic["weights"], ReferenceScored)]
     assert {event.term for event in scored} == {0}
     assert all(step.scores_sha256 for step, _ in of_type(other.by_topic["weights"], StepTrained))
     assert not set(hashes_of(other)) & set(hashes_of(before))
+
+
+class PreferenceRun(RecordedRun):
+    """Each group's answers are compared with one another, every one with every other."""
+
+    num_epochs = 2
+
+    def configuration(self) -> Any:
+        written = super().configuration()
+        written["trainer_adapters"]["learner"]["algorithm"] = {"name": "dpo"}
+        written["finetuning"]["num_epochs"] = 2
+        return written
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("preferences")
+    make_tiny_model(folder / "model", seed=0)
+    return asyncio.run(PreferenceRun(folder, folder / "model").record())
+
+
+def test_a_what_if_of_fewer_pairs_is_verified_by_the_scores_that_it_was_trained_with(preferences: Any) -> None:
+    run = preferences
+    assert verified(run).verdict == "equal"
+    changes = {"trainer_adapters": {"learner": {"algorithm": {"name": "dpo", "max_pairs_per_turn": 1}}}}
+
+    async def scenario() -> Any:
+        before, after = await asked(run, changes)
+        pairs = [
+            [step.metrics["dpo/pairs"] for step, _ in of_type(events.by_topic["weights"], StepTrained)]
+            for events in (before, after)
+        ]
+        assert pairs == [[12, 12], [2, 2]]
+        return await verify(run.log, after, run.artifacts, checkpoints=run.checkpoints)
+
+    report = asyncio.run(scenario())
+    assert list(map(str, report.differences)) == []
+
+
+def test_a_score_of_a_pair_that_is_gone_or_changed_is_a_difference(preferences: Any) -> None:
+    gone, changed = tampered(preferences), tampered(preferences)
+    gone.remove("weights", "reference_scored", 3)
+    changed.change("weights", "reference_scored", b'"logprobs":"', b'"logprobs":"AAAA', nth=3)
+    for run in (gone, changed):
+        assert "ReferenceScored of replayed/rl/b000000" in only_difference(verified(run))

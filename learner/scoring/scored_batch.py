@@ -1,0 +1,64 @@
+"""A manifest's trajectories as its algorithm sees them, with their scores, and which scores that needs. No model."""
+
+from collections.abc import Sequence
+
+from rollstream.learner.algorithms.base import BatchView
+from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
+from rollstream.learner.model.collate import member_of, rows_of
+from rollstream.learner.scoring.index import ScoreAsked
+from rollstream.learner.scoring.scores import NONE, Scores, by_sequence, scored_rows, spans_of
+from rollstream.schemas.algorithm_settings import AlgorithmSettings
+from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
+from rollstream.schemas.events.weights import Scorer
+
+
+def batch_of(
+    settings: AlgorithmSettings,
+    planned: BatchPlanned,
+    trajectories: Sequence[TrajectoryAssembled],
+    scores: Scores = NONE,
+) -> BatchView:
+    """Rows or pairs, as the algorithm needs them. Rewards are the manifest's, those of steps the trajectories'.
+
+    Raises DecodeError.
+    """
+    found = list(zip(trajectories, planned.members, strict=True))
+    members = [member_of(one, reward=its.reward, staleness=its.staleness) for one, its in found]
+    by_role = {
+        role: {index: by_sequence(trajectories[index], values) for index, values in by_member.items()}
+        for role, by_member in scores.by_role.items()
+    }
+    if settings.pair_settings is not None:
+        items = [item for trajectory, member in found for item in items_of(trajectory, member.reward)]
+        pairs = pairs_of(items, settings.pair_settings)
+        rows, sides = rows_of_pairs(pairs)
+        if by_role:
+            rows = scored_rows(rows, spans_of(rows, trajectories), by_role)
+        return BatchView(rows, members, sides, [pair.score_diff for pair in pairs])
+    needs_logprobs = settings.needs.behaviour
+    rows = [
+        row
+        for index, trajectory in enumerate(trajectories)
+        for row in rows_of(
+            trajectory,
+            needs_logprobs=needs_logprobs,
+            member=index,
+            scores={role: by_member[index] for role, by_member in by_role.items() if index in by_member},
+        )
+    ]
+    return BatchView(rows, members)
+
+
+def asked_of(
+    settings: AlgorithmSettings,
+    scorers: Sequence[Scorer],
+    planned: BatchPlanned,
+    trajectories: Sequence[TrajectoryAssembled],
+) -> list[ScoreAsked]:
+    """The scores that training on a manifest needs: of members that are trained, by each scorer. Raises DecodeError."""
+    batch = batch_of(settings, planned, trajectories)
+    members = (row.member for row in batch.rows)
+    if batch.pairs is not None:
+        members = (span.member for span in spans_of(batch.rows, trajectories))
+    trained = sorted(set(members))
+    return [ScoreAsked(member, scorer) for scorer in scorers for member in trained]

@@ -1,0 +1,37 @@
+"""Versions of a learner that was started again with another number of threads are trained again with as many each."""
+
+import asyncio
+from typing import Any
+
+from rollstream.eventlog import codec
+from rollstream.learner.progress import Manifest
+from rollstream.learner.retrain import RecordedJob, Retraining, threads_of
+from rollstream.schemas.events import BatchPlanned, JobSucceeded, StepTrained, WeightsPublished
+from tests.rigs.runs.retrained import steps_of
+
+
+def test_every_version_is_trained_again_with_its_own_number_of_threads(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=4, threads=None)
+        await lab.plan(job, 4)
+
+        async def is_half_way() -> bool:
+            return len(await lab.events("weights", StepTrained)) >= 2
+
+        await lab.work(is_half_way, lab.worker(threads=2))
+        await lab.work(lab.has(JobSucceeded), lab.worker(threads=1))
+        steps = await steps_of(lab)
+        threads = [steps[version].threads for version in range(1, 5)]
+        assert (threads[:2], threads[-1]) == ([2, 2], 1)
+        received = [one for one in await lab.received("batches") if isinstance(one.event, BatchPlanned)]
+        manifests = {one.event.index: Manifest(one.event, one.digest, one.position.offset) for one in received}
+        base = next(one for one in await lab.events("weights", WeightsPublished) if one.version == 0)
+        recorded = RecordedJob(job, base, manifests, steps)
+        assert threads_of(recorded) == 2
+        again = Retraining(recorded, threads=threads_of(recorded), permissions=lab.permissions)
+        again.begin(lab.artifacts, None, version=3)
+        found = [pair async for pair in again.steps(lab.log, until=4)]
+        assert [step.threads for _, step in found] == threads
+        assert all(codec.content_digest(before) == codec.content_digest(after) for before, after in found)
+
+    asyncio.run(scenario())
