@@ -58,6 +58,10 @@ class _BuiltIn(AlgorithmSettings):
         made._others = tuple(others)
         return made
 
+    def __eq__(self, other: object) -> bool:
+        """Equal fields: keys that have no effect make no difference."""
+        return type(other) is type(self) and vars(self) == vars(other)
+
     def unused(self) -> dict[str, tuple[str, ...]]:
         found = super().unused()
         return {**found, f"{self.name} does not use it": self._others} if self._others else found

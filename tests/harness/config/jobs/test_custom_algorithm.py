@@ -367,5 +367,5 @@ def test_a_file_with_the_keys_of_another_algorithm_is_read_with_a_warning(
 ) -> None:
     with caplog.at_level("WARNING"):
         config = configured(written, model, name="sft", clip_low=0.3, beta=0.1)  # the second is its default in dpo
-    assert config.adapter.algorithm == SftSettings.model_validate({"clip_low": 0.3, "beta": 0.1})
+    assert config.adapter.algorithm == SftSettings()
     assert "trainer_adapters.a.algorithm: clip_low, beta: accepted, but " in caplog.text
