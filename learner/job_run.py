@@ -331,9 +331,8 @@ class JobRun:
         if planned.adopts is not None:
             await self._return_to(planned.adopts, is_passed=is_passed)
             seconds = {"restore": time.monotonic() - began}
-            return await self._in_thread(
-                lambda: adopted(self.trainer.model, seconds)
-            )  # threads are counted where training runs
+            model = self.trainer.model
+            return await self._in_thread(lambda: adopted(model, seconds))  # threads are counted where training runs
         trajectories = await self._members.members(planned)
         seconds = {"fetch": time.monotonic() - began}
         scores = await self._scorer.scores(self.trainer, planned, trajectories, seconds)

@@ -34,3 +34,11 @@ def versions_loaded(project: Any) -> int:
     """Number of versions that an engine of the first producers process has loaded so far."""
     log = project.workspace / "logs" / "producers-1.log"
     return log.read_text().count(" loaded model_group=") if log.exists() else 0
+
+
+def kill_at(project: Any, command: subprocess.Popen[str], count: int, name: str) -> None:
+    """Kill the process whose command line has `name`, by SIGKILL, once so many weight versions are published."""
+    wait_versions(project, command, count)
+    victim = child(command, (name,))
+    assert victim is not None, name
+    victim.kill()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.conftest import ENVIRONMENT
-from tests.end_to_end.killing import child, wait_versions
+from tests.end_to_end.killing import kill_at
 from tests.rigs.services.service_processes import CLI
 
 pytestmark = [pytest.mark.timeout(900)]
@@ -99,10 +99,7 @@ def test_producers_killed_under_an_agent_lose_no_demonstration_and_no_rollout(pr
         command = project.start(*started, PYTHONPATH=str(ROOT))
         try:
             for versions in (1, warm_epochs):
-                wait_versions(project, command, versions)
-                victim = child(command, ("producers-1",))
-                assert victim is not None
-                victim.kill()
+                kill_at(project, command, versions, "producers-1")
             assert command.wait(300) == 0, project.output() + project.logs()
         finally:
             command.kill()

@@ -6,7 +6,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.killing import child, wait_versions
+from tests.end_to_end.killing import kill_at, wait_versions
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -43,10 +43,7 @@ def test_a_run_that_is_killed_at_every_place_equals_one_that_is_not(two_projects
     command = killed.start("finetune", "--config_file", str(config), "--run_id", RUN_ID)
     try:
         for count, name in ((1, "producers-1"), (3, "learner-1"), (5, "processors-1")):
-            wait_versions(killed, command, count)
-            victim = child(command, (name,))
-            assert victim is not None, name
-            victim.kill()
+            kill_at(killed, command, count, name)
         wait_versions(killed, command, 7)
         children = psutil.Process(command.pid).children(recursive=True)
         command.send_signal(signal.SIGKILL)

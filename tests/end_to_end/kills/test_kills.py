@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.killing import child, versions_loaded, wait_versions
+from tests.end_to_end.killing import child, kill_at, versions_loaded, wait_versions
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -69,10 +69,7 @@ def test_killed_processes_are_started_again_and_nothing_is_lost(project: Any, vi
     config = project.write(game(project))
     with completed(project, config) as command:
         for number, name in enumerate(victims):
-            wait_versions(project, command, 4 + 20 * number)
-            victim = child(command, (name,))
-            assert victim is not None, name
-            victim.kill()
+            kill_at(project, command, 4 + 20 * number, name)
 
 
 @pytest.mark.chaos

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.end_to_end.killing import child, wait_versions
+from tests.end_to_end.killing import kill_at
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -34,10 +34,7 @@ def test_a_run_goes_on_after_a_kill_of_its_learner_and_replays_equal(project: An
     run_id = name.replace("_", "-")
     command = project.start("finetune", "--config_file", str(config), "--run_id", run_id)
     try:
-        wait_versions(project, command, WARM_EPOCHS + 2)
-        learner = child(command, ("learner-1",))
-        assert learner is not None
-        learner.kill()
+        kill_at(project, command, WARM_EPOCHS + 2, "learner-1")
         assert command.wait(240) == 0, project.output() + project.logs()
     finally:
         command.kill()

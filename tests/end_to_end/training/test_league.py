@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.killing import child, wait_versions
+from tests.end_to_end.killing import kill_at
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -49,10 +49,7 @@ def test_a_league_that_is_killed_has_the_ratings_of_one_that_is_not(two_projects
     command = killed.start("finetune", "--config_file", str(killed.write(game(killed))), "--run_id", RUN_ID)
     try:
         for count, name in ((4, "producers-1"), (6, "learner-1")):
-            wait_versions(killed, command, count)
-            victim = child(command, (name,))
-            assert victim is not None, name
-            victim.kill()
+            kill_at(killed, command, count, name)
         assert command.wait(240) == 0, killed.output() + killed.logs()
     finally:
         command.kill()

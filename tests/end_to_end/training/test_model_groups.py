@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollstream.learner.tiny_model import make_tiny_model
-from tests.end_to_end.killing import child, wait_versions
+from tests.end_to_end.killing import kill_at
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(600)]
 GAME = '''
@@ -44,10 +44,7 @@ def configured(project: Any) -> str:
 def test_two_model_groups_are_trained_beside_a_frozen_one_and_replay_is_equal_after_a_kill(project: Any) -> None:
     command = project.start("finetune", "--config_file", configured(project), "--run_id", RUN)
     try:
-        wait_versions(project, command, 3)  # one of each model group, and one that was trained
-        victim = child(command, ("learner-1",))
-        assert victim is not None
-        victim.kill()
+        kill_at(project, command, 3, "learner-1")  # one version of each model group, and one that was trained
         assert command.wait(300) == 0, project.output() + project.logs()
     finally:
         command.kill()
