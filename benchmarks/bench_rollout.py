@@ -10,6 +10,7 @@
 | kills | calls lost and doubled when the producers process is killed under load (the scripted engine) |
 | kills_vllm | the same with vLLM, which goes on |
 | run, run_full | guess_number on vLLM, an adapter and all weights: reward, and mismatch of engine and learner |
+| run_own | run_full with the `transformers` engine and the same model |
 
 vLLM runs on the CPU with a tiny model, and shares all cores with everything else. `--gpu`: vLLM on a GPU, in `lora`,
 `full` and `gateway` with the configuration of Qwen2.5-0.5B, random weights and bfloat16. Each section is kept in FILE
@@ -80,8 +81,8 @@ class Sizes:
     passes: int = 5
     """Over which the updates are spread, each with a pass without updates before it."""
     rare_updates: int = 10
-    """Updates of the whole weights, `rare_interval_s` apart."""
-    rare_interval_s: float = 5.0
+    """Updates of the whole weights at each of `rare_intervals_s`."""
+    rare_intervals_s: Sequence[float] = (5.0, 15.0)
     clients: Sequence[int] = (1, 16, 64)
     calls: int = 30
     """Calls of each client."""
@@ -102,11 +103,11 @@ class Sizes:
 
 
 SMALL = Sizes(
-    updates=6, interval_s=0.5, requests=8, passes=1, rare_updates=2, rare_interval_s=1.0, clients=(1, 4), calls=5,
+    updates=6, interval_s=0.5, requests=8, passes=1, rare_updates=2, rare_intervals_s=(1.0,), clients=(1, 4), calls=5,
     warm_up_calls=2, repeats=1, pass_s=1.0, kills=2, epochs=3,
 )  # fmt: skip
 GPU = Sizes(
-    updates=20, requests=64, passes=2, rare_updates=6, rare_interval_s=3.0, calls=10, warm_up_calls=30, repeats=2,
+    updates=20, requests=64, passes=2, rare_updates=6, rare_intervals_s=(3.0,), calls=10, warm_up_calls=30, repeats=2,
     model="0.5B", dtype="bfloat16",
     arguments=("--enforce-eager", "--gpu-memory-utilization=0.4", "--max-model-len=2048", "--max-num-seqs=128"),
 )  # fmt: skip
@@ -238,7 +239,7 @@ def full(folder: Path, sizes: Sizes) -> dict[str, Any]:
     """Versions of all weights: one a second, as adapters, of the tiny model, and rarely, as after training steps of
     some seconds.
     """
-    rates = [(sizes.updates, sizes.interval_s), (sizes.rare_updates, sizes.rare_interval_s)]
+    rates = [(sizes.updates, sizes.interval_s), *((sizes.rare_updates, rare) for rare in sizes.rare_intervals_s)]
     is_large = sizes.model != "tiny"
     found: dict[str, Any] = {}
     for updates, interval_s in rates[1:] if is_large else rates:
@@ -306,21 +307,27 @@ def kills_vllm(folder: Path, sizes: Sizes) -> dict[str, Any]:
 
 def run(folder: Path, sizes: Sizes) -> dict[str, Any]:
     """The task of `make demo` with an adapter on vLLM, which takes a higher learning rate than all weights."""
-    return trained_on_vllm(folder, sizes, {"model": {"lora": {"rank": 16}}, "optimizer": {"learning_rate": 3e-3}})
+    return trained(folder, sizes, {"model": {"lora": {"rank": 16}}, "optimizer": {"learning_rate": 3e-3}})
 
 
 def run_full(folder: Path, sizes: Sizes) -> dict[str, Any]:
     """The task of `make demo` with all weights on vLLM, and the learner's settings of `make demo`."""
-    return trained_on_vllm(folder, sizes, {"model": {}, "optimizer": {}})
+    return trained(folder, sizes, {})
 
 
-def trained_on_vllm(folder: Path, sizes: Sizes, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def run_own(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """The same with the `transformers` engine, whose rewards show what vLLM changes."""
+    return trained(folder, sizes, {}, kind="transformers")
+
+
+def trained(folder: Path, sizes: Sizes, settings: dict[str, dict[str, Any]], kind: str = "vllm") -> dict[str, Any]:
     """A whole run by the command line; `settings` are added to those of the learner."""
     config = yaml.safe_load((ROOT / "examples/guess_number.yaml").read_text())
     builder, learner = config["trajectory_builders"]["rollouts"], config["trainer_adapters"]["learner"]
-    arguments = [one for one in sizes.arguments if sizes.model == "tiny" or "max-model-len" not in one]
-    engine = {"kind": "vllm", "executable": executable(), "arguments": arguments, "dtype": "float32"}
-    builder["engine"] = engine | ({"max_lora_rank": 16} if "lora" in settings["model"] else {})
+    if kind == "vllm":
+        arguments = [one for one in sizes.arguments if sizes.model == "tiny" or "max-model-len" not in one]
+        engine = {"kind": kind, "executable": executable(), "arguments": arguments, "dtype": "float32"}
+        builder["engine"] = engine | ({"max_lora_rank": 16} if "model" in settings else {})
     learner["model"] |= {"path": str(tiny_base(folder))}
     for name, values in settings.items():
         learner[name] |= values
@@ -361,6 +368,7 @@ SECTIONS = {
     "kills_vllm": kills_vllm,
     "run": run,
     "run_full": run_full,
+    "run_own": run_own,
 }
 
 

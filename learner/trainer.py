@@ -346,7 +346,7 @@ class JobTrainer:
         self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores = NONE
     ) -> BatchView:
         """Rows or pairs, as the algorithm needs them."""
-        return batch_of(self._settings.algorithm, planned, trajectories, scores)
+        return batch_of(self._settings.algorithm, planned, trajectories, scores, self._settings.revision)
 
 
 def drop(job: JobSubmitted, ranks: Ranks) -> None:

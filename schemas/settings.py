@@ -312,7 +312,7 @@ class WarmStart(Settings):
     """
 
 
-NEWEST_REVISION: Literal[12] = 12
+NEWEST_REVISION: Literal[13] = 13
 """Value of `JobSettings.revision` in new jobs."""
 CORRECTED_SINCE = 10
 """The revision of the rules of losses and advantages that `JobSettings.revision` lists for 10."""
@@ -320,6 +320,8 @@ BOUNDED_SINCE = 11
 """The revision since which recorded log-ratios to the reference are bounded by token."""
 SHARES_KEYS_SINCE = 12
 """The revision since which a CPU attends to shared keys and values in place."""
+OWN_VERSIONS_SINCE = 13
+"""The revision since which only versions of the model group that is trained have an age."""
 
 
 class JobSettings(Settings):
@@ -338,7 +340,7 @@ class JobSettings(Settings):
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
     """Fixed number of CPU threads; part of the conditions for an equal replay."""
-    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12] = added(1)
+    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13] = added(1)
     """Rules by which the learner trains; a recorded job keeps those that it was trained by. Since 2, dropout is off
     where a ratio or a log-ratio is computed, and linear and cosine schedules reach `final_fraction` after the last
     step, so that the last step trains. Since 3, hidden states are gathered before the head and the head is applied to
@@ -352,7 +354,8 @@ class JobSettings(Settings):
     `mismatch/log_ppl_diff`). Since 11, each token's log-ratio of the policy that sampled to the reference is bounded on
     both sides (the KL penalty of `reinforce_pp`, the sampled reference point of `kto`). Since 12, rewards of steps are
     discounted by the agent's own steps in between (before, also by those of tools and of other agents), and on a CPU,
-    query heads read the keys and values that they share in place, which sums their gradients in another order."""
+    query heads read the keys and values that they share in place, which sums their gradients in another order. Since
+    13, the versions of another model group, as in a what-if, are not compared with that of the weights."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""
 

@@ -38,6 +38,15 @@ def check_engines(config: RunConfig) -> None:
         _warn_unused(location, engine, known, config)
 
 
+def reads_base_models(config: RunConfig) -> bool:
+    """Whether an engine that the run starts reads base models on this machine. Raises ConfigError."""
+    from rollstream.producers.engines.table import settings_of
+
+    location = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
+    is_started = config.builder.services == "managed"
+    return is_started and settings_of(config.builder.engine, os.environ, location).READS_BASE_MODELS
+
+
 def _check_loads(location: str, known: EngineSettings, remedy: str) -> None:
     if not known.LOADS_WEIGHTS:
         raise ConfigError(f"{location}: {known.kind} cannot load the weights of the run; {remedy}")

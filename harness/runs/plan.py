@@ -15,6 +15,7 @@ from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import check_manifests, jobs_of
 from rollstream.harness.config.resolve import block_of
 from rollstream.harness.config.rewards import check_examples, permissions_of
+from rollstream.harness.runs.engine_checks import reads_base_models
 from rollstream.harness.runs.follower import follow
 from rollstream.harness.runs.preflight import environment_of, users_code
 from rollstream.harness.runs.progress import Progress
@@ -103,7 +104,6 @@ async def check_frozen(log: EventLog, config: RunConfig, run_id: str) -> None:
     Also for one whose base model the run's producers may not load, or have with another tokenizer.
     """
     league, versions = config.builder.league, PublishedVersions(log)
-    is_loaded_here = config.builder.services == "managed" and config.builder.engine.READS_BASE_MODELS
     wanted = [(written, name) for written in (league.frozen if league else ()) for name in config.by_group()]
     for written, name in wanted:
         player = frozen_player(written, ids.model_group(run_id, name))
@@ -111,7 +111,7 @@ async def check_frozen(log: EventLog, config: RunConfig, run_id: str) -> None:
             continue  # a version that is to come
         try:
             published = await versions.find(player)
-            if is_loaded_here:
+            if reads_base_models(config):
                 base_model_of(published, permissions_of(config))
         except (ModelError, NotAllowedError) as error:
             location = f"trajectory_builders.{config.finetuning.trajectory_builder}.league.frozen"

@@ -1,7 +1,7 @@
 """The interface of an algorithm: settings, preparation of a batch, loss and metrics. No torch here."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
-from rollstream.schemas.events.rollouts import Completion
+from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.settings import NEWEST_REVISION
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TRUNCATED = "length"
 """Finish reason of a completion that ended at its token limit, as in OpenAI's API."""
+OTHER_GROUP = -2
+"""In place of the version that sampled a token: one of another model group, as in a what-if."""
 Divisor = Literal["tokens", "sequences", "row_length", "constant"]
 PerToken = float | NDArray[np.float32]
 """One number for all tokens of a row, or one a token (T,)."""
@@ -47,6 +49,8 @@ class Row:
     """Index of its sequence in the trajectory."""
     scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
     """(T,) by role, `reference` or `teacher`: recorded log-probabilities of its completion tokens."""
+    model_group: str | None = None
+    """The one that is trained, whose versions `versions` tells; None: those of any."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -64,14 +68,21 @@ class Row:
 
     @property
     def versions(self) -> NDArray[np.int64]:
-        """(T,): weight version that sampled each token; -1 where none is known, as on prompts."""
+        """(T,): weight version that sampled each token; -1 where none is known, as on prompts, and OTHER_GROUP where it is
+        one of another model group than `model_group`.
+        """
         found = np.full(len(self.token_ids), -1, np.int64)
+        for start, span in self._spans():
+            is_own = self.model_group in (None, span.model_group)
+            found[start : start + span.length] = span.version if is_own else OTHER_GROUP
+        return found
+
+    def _spans(self) -> Iterator[tuple[int, VersionSpan]]:
         for part in self.completions:
             at = part.start
             for span in part.spans:
-                found[at : at + span.length] = span.version
+                yield at, span
                 at += span.length
-        return found
 
     def by_step(self, values: Mapping[int, float]) -> NDArray[np.float32]:
         """(T,): each completion's tokens get the value of its step; 0 on prompts."""

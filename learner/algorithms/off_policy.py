@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollstream.learner.algorithms.base import OTHER_GROUP
 from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, TokenBatch
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradientSettings
@@ -136,10 +137,10 @@ class AgedTokens(NamedTuple):
 
     equal_K: Tensor
     """Sampled by the very version that is trained."""
-    earlier_K: Tensor
-    """Tokens of another known version."""
+    other_K: Tensor
+    """Sampled by other known weights: another version, or another model group."""
     versions: int
-    """Versions between them and the one that is trained, summed over tokens."""
+    """Versions between them and the one that is trained, summed over tokens of the same model group."""
     rows: int
     """Rows that have a token of `equal_K`."""
     shares_K: Tensor
@@ -149,13 +150,14 @@ class AgedTokens(NamedTuple):
 def aged_tokens(versions_N: NDArray[np.int64], lengths_B: Sequence[int], version: int) -> AgedTokens:
     """Group `TokenBatch.versions_N` by age, with the rows' lengths, in main memory; `version`: that of the weights."""
     is_known_N, is_equal_N = versions_N >= 0, versions_N == version
-    equal_K, earlier_K = (np.flatnonzero(one) for one in (is_equal_N, is_known_N & ~is_equal_N))
+    is_other_N = (is_known_N & ~is_equal_N) | (versions_N == OTHER_GROUP)
+    equal_K, other_K = np.flatnonzero(is_equal_N), np.flatnonzero(is_other_N)
     found = int((version - versions_N[is_known_N]).sum())
     rows_K = np.repeat(np.arange(len(lengths_B)), lengths_B)[equal_K]
     counts_B = np.bincount(rows_K, minlength=len(lengths_B))
     shares_K = torch.from_numpy(1 / counts_B[rows_K])
     return AgedTokens(
-        torch.from_numpy(equal_K), torch.from_numpy(earlier_K), found, int(np.count_nonzero(counts_B)), shares_K
+        torch.from_numpy(equal_K), torch.from_numpy(other_K), found, int(np.count_nonzero(counts_B)), shares_K
     )
 
 
@@ -165,12 +167,12 @@ def compared(tokens: TokenBatch, aged: AgedTokens) -> dict[str, Tensor]:
     log_w_N = (tokens.logprobs_N - tokens.behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     counts = {
         f"{MISMATCH}tokens": len(aged.equal_K),
-        f"{DRIFT}tokens": len(aged.earlier_K),
+        f"{DRIFT}tokens": len(aged.other_K),
         f"{MISMATCH}rows": len(tokens.lengths_B) if tokens.revision < CORRECTED_SINCE else aged.rows,
         f"{DRIFT}versions": aged.versions,
     }
     found = {name: log_w_N.new_full((), count, dtype=torch.float64) for name, count in counts.items()}
-    for prefix, chosen_K in ((MISMATCH, aged.equal_K), (DRIFT, aged.earlier_K)):
+    for prefix, chosen_K in ((MISMATCH, aged.equal_K), (DRIFT, aged.other_K)):
         log_w_K = log_w_N[chosen_K]
         sums = {
             "w": log_w_K.exp().sum(),
@@ -190,11 +192,12 @@ def compared_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Metrics with verl's and prime-rl's meanings, over the tokens of the batch's first mini-batch; none if none was
     compared.
 
-    mismatch/... of tokens that the trained version sampled itself, drift/... of earlier versions': kl and kl_k3,
+    mismatch/... of tokens that the trained version sampled itself, drift/... of those that other weights did: kl and kl_k3,
     estimates of KL(sampling || trained) in nats a token; ess and chi2 as in `metrics`. mismatch/log_ppl_diff: mean over
     the sequences with tokens that the trained version sampled, of the log-perplexity of these under the trained policy
     less that under the sampling one; before CORRECTED_SINCE, of all tokens and sequences. drift/tokens: share of tokens
-    of earlier versions; drift/versions: how many versions old a token is on average.
+    that other weights sampled; drift/versions: how many versions old a token is on average, where one of another model
+    group counts as 0.
     """
     if f"{MISMATCH}rows" not in sums:
         return {}

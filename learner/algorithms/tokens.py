@@ -69,7 +69,7 @@ class TokenBatch(NamedTuple):
     weights_N: Tensor | None = None
     """Factors of token losses, which are applied when losses are summed up."""
     versions_N: Tensor | None = None
-    """Weight version that sampled each token, -1 where none is known."""
+    """Weight version that sampled each token; -1 where none is known, -2 where it is one of another model group."""
     rows_N: Tensor | None = None
     """Row of each token, 0 to B - 1."""
     lengths_B: tuple[int, ...] = ()

@@ -104,9 +104,10 @@ def rows_of(
     needs_logprobs: bool,
     member: int = 0,
     scores: Mapping[str, Sequence[NDArray[np.float32]]] = {},
+    model_group: str | None = None,
 ) -> list[Row]:
     """The sequences of a trajectory that have completion tokens. `member`: its index in the batch; `scores`: recorded
-    log-probabilities by role, one array (T,) a sequence.
+    log-probabilities by role, one array (T,) a sequence; `model_group`: see `Row`.
 
     Where log-probabilities are needed, sequences without them are left out. Raises DecodeError naming the trajectory if
     completions and arrays do not fit each other, or if log-probabilities are needed and no sequence has them.
@@ -122,7 +123,7 @@ def rows_of(
             raise DecodeError(f"trajectory {trajectory.trajectory_id}, sequence {index}: {error}") from error
         if row.mask.any():
             of_row = {role: values[index] for role, values in scores.items()}
-            rows.append(replace(row, sequence=index, scores=of_row))
+            rows.append(replace(row, sequence=index, scores=of_row, model_group=model_group))
     return rows
 
 

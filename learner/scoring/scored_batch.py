@@ -10,6 +10,7 @@ from rollstream.learner.scoring.scores import NONE, Scores, by_sequence, scored_
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
 from rollstream.schemas.events.weights import Scorer
+from rollstream.schemas.settings import NEWEST_REVISION, OWN_VERSIONS_SINCE
 
 
 def batch_of(
@@ -17,8 +18,10 @@ def batch_of(
     planned: BatchPlanned,
     trajectories: Sequence[TrajectoryAssembled],
     scores: Scores = NONE,
+    revision: int = NEWEST_REVISION,
 ) -> BatchView:
     """Rows or pairs, as the algorithm needs them. Rewards are the manifest's, those of steps the trajectories'.
+    `revision`: of the job.
 
     Raises DecodeError.
     """
@@ -44,6 +47,7 @@ def batch_of(
             needs_logprobs=needs_logprobs,
             member=index,
             scores={role: by_member[index] for role, by_member in by_role.items() if index in by_member},
+            model_group=planned.model_group if revision >= OWN_VERSIONS_SINCE else None,
         )
     ]
     return BatchView(rows, members)

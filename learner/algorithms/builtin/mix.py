@@ -29,7 +29,7 @@ class Mix(PolicyGradient):
         assert isinstance(settings, MixSettings)
         components: dict[str, list[PerToken]] = {RL: [], CE: [], REF_KL: []}
         for row in batch.rows:
-            is_sampled = row.versions >= 0
+            is_sampled = row.versions != -1
             is_good = batch.members[row.member].reward >= settings.ce_threshold
             components[RL].append((settings.rl * is_sampled).astype(np.float32))
             components[CE].append((settings.ce * (~is_sampled | is_good)).astype(np.float32))

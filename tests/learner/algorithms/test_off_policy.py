@@ -1,5 +1,6 @@
 """Correction of tokens that another policy sampled: weights and diagnostics against numpy, and a step with them."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,14 @@ import torch
 from pydantic import ValidationError
 
 from rollstream.learner.algorithms import off_policy
+from rollstream.learner.algorithms.base import Row
 from rollstream.learner.algorithms.tokens import TokenBatch
 from rollstream.schemas.algorithms import GrpoSettings, GspoSettings
+from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.policy_gradient import OffPolicySettings
 
 LENGTHS = (3, 1, 4)
+GROUPS = (("x/m", 5), ("w/m", 5), ("w/m", 4), ("x/m", 4))
 ROW_OF = np.repeat(np.arange(3), LENGTHS)
 RNG = np.random.default_rng(7)
 BEHAVIOUR, PROXIMAL = RNG.normal(-2.0, 0.8, 8), RNG.normal(-2.0, 0.8, 8)
@@ -176,6 +180,25 @@ def test_nothing_compared_gives_no_metric_and_one_kind_of_tokens_only_its_own() 
     found = off_policy.compared_metrics({k: float(v) for k, v in sums.items()})
     assert found["drift/tokens"] == found["drift/versions"] == 0.0
     assert "drift/kl" not in found
+
+
+def test_tokens_of_another_model_group_are_of_other_weights_and_have_no_age() -> None:
+    """As all tokens of a what-if: version 5 of the recorded run is not version 5 of the what-if."""
+    spans = tuple(VersionSpan(model_group=group, version=version, length=2) for group, version in GROUPS)
+    completions = (Completion(start=1, length=8, step_index=0, spans=spans),)
+    row = Row(np.arange(9, dtype=np.int32), np.arange(9) > 0, np.zeros(9, np.float32), 0, completions)
+    assert row.versions[1:].tolist() == [5, 5, 5, 5, 4, 4, 4, 4]
+    versions = replace(row, model_group="w/m").versions[1:]
+    assert versions.tolist() == [-2, -2, 5, 5, 4, 4, -2, -2]
+    sums = off_policy.compared(
+        tokens()._replace(versions_N=torch.tensor(versions)), off_policy.aged_tokens(versions, LENGTHS, 5)
+    )
+    metrics = off_policy.compared_metrics({k: float(v) for k, v in sums.items()})
+    assert metrics["mismatch/kl"] == pytest.approx(-LOG_W[2:4].mean())
+    assert metrics["drift/kl"] == pytest.approx(-LOG_W[[0, 1, 4, 5, 6, 7]].mean())
+    assert metrics["drift/tokens"] == pytest.approx(6 / 8)
+    assert metrics["drift/versions"] == pytest.approx(2 / 8)
+    assert sum(off_policy.ages([(versions, np.array([True] * 8))], 5).values()) == 4
 
 
 def test_tokens_are_counted_by_how_many_versions_old_they_are() -> None:

@@ -21,6 +21,7 @@ from rollstream.schemas.events import (
     RunContinued,
     RunEnded,
     RunStarted,
+    StepTrained,
     TaskRequested,
 )
 from tests.rigs.runs.recorded_run import EPOCHS, RecordedRun, batches_of, hashes_of
@@ -79,6 +80,9 @@ def test_equal_settings_train_the_same_weights_in_a_run_of_their_own(recorded):
     assert outcome.num_batches == EPOCHS
     assert outcome.recorded == outcome.trained
     assert "policy/ess" in outcome.trained
+    for run, own in ((before, "mismatch/kl"), (events, "drift/kl")):
+        (step, _) = of_type(run.by_topic["weights"], StepTrained)[0]
+        assert [name for name in ("mismatch/kl", "drift/kl") if name in step.metrics] == [own]
 
 
 def test_a_record_in_jobs_that_cannot_be_decoded_does_not_end_a_what_if(recorded):

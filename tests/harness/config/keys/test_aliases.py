@@ -161,6 +161,19 @@ def test_an_engine_that_records_no_kept_ids_is_a_warning(art: dict[str, Any], ca
     assert "the engine does not record the ids that they leave" in caplog.text
 
 
+def test_an_installed_engine_records_kept_ids_where_they_are_asked_for(
+    art: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config_notes.forget()
+    sampling = {"top_k": 5, "record_kept_ids": True}
+    art["trajectory_builders"]["b"] = {"_type": "rollstream", "sampling": sampling, "engine": {"kind": "parrot"}}
+    art["trainer_adapters"]["a"] = {"_type": "rollstream", "model": {"path": "m"}}
+    with caplog.at_level(logging.WARNING):
+        config = config_file.resolve(art, {}).config
+    assert config.builder.sampling.record_kept_ids
+    assert "top_k" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("block", "key", "value", "reported"),
     [
