@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
-
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder
 from rollstream.learner.inbox import check_follows
 from rollstream.learner.model.policy import published_sha256
+from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import StepResult, adopted, device_name
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import step_trained
@@ -46,16 +45,24 @@ _WHOLE = "use a whole copy or export of the run"
 class Retraining:
     """A job's trainer, standing behind some version of it. Blocking but for the log."""
 
-    def __init__(self, job: RecordedJob, *, threads: int | None, permissions: Permissions = NOTHING) -> None:
-        """`threads`: for versions whose record does not say how many. Raises ModelError, ConfigError (see
-        `JobTrainer`).
+    def __init__(
+        self,
+        job: RecordedJob,
+        *,
+        threads: int | None,
+        permissions: Permissions = NOTHING,
+        ranks: Ranks = Ranks(),  # noqa: B008 -- a process alone has no state
+    ) -> None:
+        """`threads`: for versions whose record does not say how many. `ranks`: the processes that train together.
+
+        Raises ModelError, ConfigError (see `JobTrainer`).
         """
         self.job = job
         self.next_index = 0
         self._previous_sha256 = codec.EMPTY_SHA256
-        self._trainer = JobTrainer(job.submitted, threads=threads, permissions=permissions)
-        self._states: dict[int, dict[str, Tensor]] = {}
-        """States that a later manifest returns to, by version, in main memory."""
+        self._trainer = JobTrainer(job.submitted, threads=threads, permissions=permissions, ranks=ranks)
+        self._returns = {one.planned.adopts for one in job.manifests.values() if one.planned.adopts is not None}
+        """Versions that a manifest returns to."""
 
     def begin(
         self, artifacts: ArtifactStore, checkpoints: Path | None, *, version: int, until: float = math.inf
@@ -137,7 +144,7 @@ class Retraining:
                 )
             if recorded.threads:  # they may have changed when the learner was started again
                 self._trainer.use_threads(recorded.threads)
-            self._keep_state(planned.trains_at_version, until)
+            self._hold_state(planned.trains_at_version, until)
             result = await self._applied(log, planned, recorded)
             sha256 = published_sha256(self._trainer.model)
             self.next_index, self._previous_sha256 = planned.index + 1, manifest.digest
@@ -146,16 +153,16 @@ class Retraining:
                 step = step.model_copy(update={"manifest_sha256": ""})
             yield recorded, step
 
-    def _keep_state(self, version: int, until: int) -> None:
-        """Copy the state at `version` if a manifest up to `until` returns to it, and drop what none does any more."""
+    def _hold_state(self, version: int, until: int) -> None:
+        """Hold the state at `version` if a manifest up to `until` returns to it, and drop what none does any more."""
+        if not self._returns:
+            return
         ahead = {
             one.planned.adopts
             for one in self.job.manifests.values()
             if version < one.planned.yields_version <= until and one.planned.adopts is not None
         }
-        self._states = {known: state for known, state in self._states.items() if known in ahead}
-        if version in ahead:
-            self._states[version] = self._trainer.copied_state()
+        self._trainer.hold_state(version, ahead)
 
     async def _applied(self, log: EventLog, planned: BatchPlanned, recorded: StepTrained) -> StepResult:
         if planned.adopts is None:
@@ -164,11 +171,10 @@ class Retraining:
             scores = await recorded_scores(log, self.job.scores, planned, asked)
             known = recorded.micro_batch_tokens
             return self._trainer.train(planned, trajectories, scores=scores, micro_batch_tokens=known)
-        if planned.adopts not in self._states:
+        if not self._trainer.return_to(planned.adopts):
             raise DecodeError(
                 f"manifest {planned.batch_id} adopts version {planned.adopts}, which no manifest yields; {_WHOLE}"
             )
-        self._trainer.restore(self._states[planned.adopts])
         return adopted(self._trainer.model, {})
 
 
@@ -178,26 +184,33 @@ def threads_of(job: RecordedJob) -> int | None:
     return counts[0] if counts else job.submitted.settings.threads
 
 
-def check_ranks(job: RecordedJob, versions: Collection[int], *, first: int) -> None:
-    """Raises ConfigError if several processes trained one of the versions. `first`: the first one that is asked for.
+def check_ranks(job: RecordedJob, versions: Collection[int], *, first: int, num: int) -> None:
+    """Raises ConfigError if not `num` processes trained one of the versions. `first`: the first one that is asked for.
 
-    A rollback is as good in one process: it computes nothing.
+    A rollback is as good with any number: it computes nothing.
     """
-    several = {
-        version: step.ranks
-        for version, step in job.steps.items()
-        if version in versions and step.ranks > 1 and step.adopts is None
+    trained = {
+        version: step.ranks for version, step in job.steps.items() if version in versions and step.adopts is None
     }
-    if not several:
+    others = {version: ranks for version, ranks in trained.items() if ranks != num}
+    if not others:
         return
-    last = max(several)
-    where, remedy = "", "leave --train out (--verify checks everything else)"
+    last = max(others)
+    ranks = others[last]
+    where, remedy = "", f"give --ranks {ranks}"
     if last < first:
         where = f"no checkpoint of version {last} or later is here to begin at before version {first}; "
-        remedy = f"give --steps A:B with a checkpoint from {last} to A - 1, or {remedy}"
-    elif last < max(job.steps):
-        remedy = f"give --steps A:B from {last + 1} on, or {remedy}"
+        remedy = f"give --steps A:B with a checkpoint from {last} to A - 1"
+    elif last < max(trained):
+        remedy = f"give --steps A:B from {last + 1} on"
+    elif len(set(trained.values())) > 1:
+        remedy += " with --steps A:B for versions that as many trained"
     raise ConfigError(
-        f"version {last} of job {job.submitted.job_id} was trained by {several[last]} processes together; a replay "
-        f"trains in one, and bits are equal only for as many; {where}{remedy}"
+        f"version {last} of job {job.submitted.job_id} was trained by {_processes(ranks)}; this replay trains in "
+        f"{_processes(num)}, and bits are equal only for as many; {where}{remedy}, or leave --train out (--verify "
+        "checks everything else)"
     )
+
+
+def _processes(num: int) -> str:
+    return "one process" if num == 1 else f"{num} processes together"

@@ -4,10 +4,11 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import orjson
 from transformers.utils import logging as transformers_logging
 
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -21,7 +22,7 @@ from rollstream.learner.trainer import JobTrainer, decoded
 from rollstream.learner.worker import Worker
 from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import JobSubmitted
-from rollstream.schemas.permissions import NOTHING, Permissions
+from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.services import LearnerSettings
 
 logger = logging.getLogger(__name__)
@@ -82,14 +83,15 @@ def follows(settings: LearnerSettings) -> bool:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the first process stops in order, and tells this one
     with joined() as ranks:
-        follow(ranks, threads=settings.threads, permissions=Permissions.of(settings.allow, os.environ))
+        allowed = Permissions.of(settings.allow, os.environ)
+        follow(ranks, threads=settings.threads, permitted=lambda _: allowed)
     return True
 
 
-def follow(ranks: ProcessRanks, *, threads: int | None, permissions: Permissions = NOTHING) -> None:
+def follow(ranks: ProcessRanks, *, threads: int | None, permitted: Callable[[JobSubmitted], Permissions]) -> None:
     """Do what rank 0 does, until it ends: models and optimizers of its open jobs, of which this process has its shards.
 
-    What fails in all processes alike is rank 0's to tell. Blocking.
+    `permitted`: what a job may name. What fails in all processes alike is rank 0's to tell. Blocking.
     """
     trainers: dict[str, JobTrainer] = {}
     while (command := ranks.receive()).name != END:
@@ -99,40 +101,38 @@ def follow(ranks: ProcessRanks, *, threads: int | None, permissions: Permissions
                     trainers.pop(command.job_id, None)  # two models of a job need not fit into memory
                 if command.name == LOAD:
                     job = JobSubmitted.model_validate_json(command.data)
-                    trainers[job.job_id] = JobTrainer(job, threads=threads, permissions=permissions, ranks=ranks)
+                    trainers[job.job_id] = JobTrainer(job, threads=threads, permissions=permitted(job), ranks=ranks)
                 elif command.name != DROP:
-                    _take_part(trainers[command.job_id], command.name, command.data)
+                    _WORK[command.name](trainers[command.job_id], command.data)
         except (RollstreamError, OSError) as error:
             logger.warning("job=%s %s: %s", command.job_id, command.name, error)
 
 
-def _take_part(trainer: JobTrainer, command: str, data: bytes) -> None:
-    if command == "train":
-        planned, trajectories, scores, first = decoded(data)
-        trainer.train(planned, trajectories, scores=scores, first=first)
-    elif command in ("take_base", "refer_to", "score"):
-        _compare(trainer, command, data)
-    elif command == "resume":
-        path = Path(data.decode())
-        checkpoint = read(path)
-        if checkpoint is None:
-            raise ConfigError(f"checkpoint {path} is damaged or not there; all processes need the same workspace")
-        trainer.resume(checkpoint)
-    elif command == "write_shards":
-        trainer.write_shards(Path(data.decode()))
-    elif command == "reset":
-        trainer.reset()
-    elif command == "weights":
-        trainer.model.published()
-    elif command == "take_weights":
-        trainer.model.take_weights()
+def _train(trainer: JobTrainer, data: bytes) -> None:
+    planned, trajectories, scores, first = decoded(data)
+    trainer.train(planned, trajectories, scores=scores, first=first)
 
 
-def _compare(trainer: JobTrainer, command: str, data: bytes) -> None:
-    """Compare with the policy's own earlier weights, which rank 0 has."""
-    if command == "score":
-        trainer.scoring.score(*models.decoded(data))
-    elif command == "take_base":
-        trainer.scoring.take_base(b"", "")
-    else:
-        trainer.refer_to(b"", "")
+def _resume(trainer: JobTrainer, data: bytes) -> None:
+    path = Path(data.decode())
+    checkpoint = read(path)
+    if checkpoint is None:
+        raise ConfigError(f"checkpoint {path} is damaged or not there; all processes need the same workspace")
+    trainer.resume(checkpoint)
+
+
+_WORK: Mapping[str, Callable[[JobTrainer, bytes], object]] = {
+    "train": _train,
+    "resume": _resume,
+    "write_shards": lambda trainer, folder: trainer.write_shards(Path(folder.decode())),
+    "reset": lambda trainer, _: trainer.reset(),
+    "use_threads": lambda trainer, threads: trainer.use_threads(int(threads)),
+    "hold_state": lambda trainer, versions: trainer.hold_state(*orjson.loads(versions)),
+    "return_to": lambda trainer, version: trainer.return_to(int(version)),
+    "weights": lambda trainer, _: trainer.model.published(),
+    "take_weights": lambda trainer, _: trainer.model.take_weights(),
+    "score": lambda trainer, asked: trainer.scoring.score(*models.decoded(asked)),
+    "take_base": lambda trainer, _: trainer.scoring.take_base(b"", ""),
+    "refer_to": lambda trainer, _: trainer.refer_to(b"", ""),
+}
+"""The part of a process in each command of rank 0, which alone has the weights that are compared with."""

@@ -1,7 +1,7 @@
 """Model and optimizer of one job between two manifests. Blocking; always used from the one thread that trains."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rollstream.eventlog.files import HashedFile, base_sha256
 from rollstream.learner.algorithms import off_policy, table
@@ -92,6 +93,8 @@ class JobTrainer:
             self._budget.keep(KeptBudget(budget, job.job_id))
         self._statistics: dict[str, float] = {}
         """Statistics of the algorithm over the batches so far."""
+        self._held: dict[int, dict[str, Tensor]] = {}
+        """States that `hold_state` has copied, by version."""
 
     @property
     def needs_reference(self) -> bool:
@@ -134,8 +137,9 @@ class JobTrainer:
                 )
 
     def use_threads(self, threads: int) -> None:
-        """Train with as many threads from now on, whatever the job says."""
-        self._settings = self._settings.model_copy(update={"threads": threads})
+        """Train with as many threads from now on, in each process, whatever the job says."""
+        with self.model.ranks.together("use_threads", str(threads).encode()):
+            self._settings = self._settings.model_copy(update={"threads": threads})
 
     def stand_at(self, base: WeightsPublished, weights: bytes, what: str) -> None:
         """Begin the job from its base version's weights, and compare with them where the loss does.
@@ -227,9 +231,23 @@ class JobTrainer:
             return Checkpoint(position, found, write=self.write_shards)
         return Checkpoint(position, found, weights if self.model.publishes_exactly else None)
 
-    def copied_state(self) -> dict[str, Tensor]:
-        """Everything to go on from, copied to main memory."""
-        return {name: value.detach().to("cpu", copy=True) for name, value in self.state().items()}
+    def hold_state(self, version: int, wanted: Collection[int]) -> None:
+        """Copy the state, which is that of `version`, if that is one of `wanted`; copies of versions not in it go.
+
+        Copies are in main memory, or where its shards are.
+        """
+        with self.model.ranks.together("hold_state", orjson.dumps([version, sorted(wanted)])):
+            self._held = {known: state for known, state in self._held.items() if known in wanted}
+            if version in wanted:
+                self._held[version] = {name: _copied(value.detach()) for name, value in self.state().items()}
+
+    def return_to(self, version: int) -> bool:
+        """Go on from the state that was held of a version. False if none is."""
+        if version not in self._held:
+            return False
+        with self.model.ranks.together("return_to", str(version).encode()):
+            self.restore(self._held[version])
+        return True
 
     def state(self) -> dict[str, Tensor]:
         """Everything to go on from. Weights and moments are not copied: the next optimizer step changes them."""
@@ -347,6 +365,10 @@ class JobTrainer:
     ) -> BatchView:
         """Rows or pairs, as the algorithm needs them."""
         return batch_of(self._settings.algorithm, planned, trajectories, scores, self._settings.revision)
+
+
+def _copied(value: Tensor) -> Tensor:
+    return value.clone() if isinstance(value, DTensor) else value.to("cpu", copy=True)
 
 
 def drop(job: JobSubmitted, ranks: Ranks) -> None:

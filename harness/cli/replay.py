@@ -2,12 +2,15 @@
 
 import asyncio
 import importlib
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,11 +18,14 @@ import click
 
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, TRUST, WORKSPACE
 from rollstream.harness.services.live_line import LiveLine
+from rollstream.harness.services.liveness import PARENT, die_with_parent
 from rollstream.harness.services.optional_dependencies import skip_scikit_learn
+from rollstream.harness.services.serving import CLI
 from rollstream.harness.services.workspace import EMBEDDED, Workspace
 from rollstream.schemas.errors import ConfigError, RollstreamError
 
 if TYPE_CHECKING:
+    from rollstream.harness.replays.run import ReplayRequest
     from rollstream.harness.replays.what_if import WhatIfOutcome
     from rollstream.replay.report import Report
     from rollstream.schemas.kafka import KafkaSettings
@@ -42,6 +48,9 @@ SHOWN = 20
 @click.option("--epoch", type=click.IntRange(min=0), help="One epoch only (with --verify or --train).")
 @click.option("--steps", metavar="A:B", help="Versions A to B only (with --train); A or B may be left out.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes for --verify.")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Processes that --train in together."
+)
 @click.option("--any-libraries", is_flag=True, help="Train again even if library versions differ.")
 @click.option(
     "--export",
@@ -59,6 +68,7 @@ def replay(
     epoch: int | None,
     steps: str | None,
     workers: int,
+    ranks: int,
     any_libraries: bool,
     export: Path | None,
     trust: bool,
@@ -69,10 +79,11 @@ def replay(
 
     The exit status is 1 if a result is not identical. --verify and --train write nothing.
     """
-    from rollstream.harness.replays.run import ReplayRequest, replay_run
-    from rollstream.harness.services.workspace import broker_of
-    from rollstream.replay.source import Source, check_export
+    from rollstream.harness.replays.run import ReplayRequest
+    from rollstream.replay.source import check_export
 
+    if ranks > 1 and not train:
+        raise ConfigError("--ranks is the number of processes for --train; add --train")
     if export is not None:
         check_export(export, run)
     if what_if is not None:
@@ -85,10 +96,23 @@ def replay(
         raise ConfigError("--steps selects versions for --train; add --train")
     first, last = _range(steps)
     request = ReplayRequest(run, verify, train, epoch, first, last, workers, any_libraries, trust)
-    layout = Workspace(workspace)
+    compare = partial(_compare, export=export, layout=Workspace(workspace), bootstrap_servers=bootstrap_servers)
+    report = _in_ranks(ranks, request, compare) if ranks > 1 else compare(request)
+    if report is not None and report.differences:
+        sys.exit(1)
+
+
+def _compare(
+    request: "ReplayRequest", *, export: Path | None, layout: Workspace, bootstrap_servers: str | None
+) -> "Report":
+    """Replay, and print the result."""
+    from rollstream.harness.replays.run import replay_run
+    from rollstream.harness.services.workspace import broker_of
+    from rollstream.replay.source import Source
+
     began = time.monotonic()
     learner = threading.Thread(target=_load_learner, daemon=True)
-    if train:
+    if request.train:
         learner.start()
     with ExitStack() as held, _progress_line() as line:
         source = Source(export=export)
@@ -96,9 +120,44 @@ def replay(
             source = Source(held.enter_context(broker_of(layout, bootstrap_servers)))
         report = asyncio.run(replay_run(source, layout, request, line.show, line.print, learner.join))
         line.clear()
-        _conclude(run, report, time.monotonic() - began)
-    if report.differences:
-        sys.exit(1)
+        _conclude(request.run_id, report, time.monotonic() - began)
+    return report
+
+
+def _in_ranks(num: int, request: "ReplayRequest", compare: "Callable[[ReplayRequest], Report]") -> "Report | None":
+    """Replay in so many processes, which this command is started in again: the first one reads, compares and prints.
+
+    The report is in that one alone. Exits with its status; raises RunFailedError if another process fails.
+    """
+    from rollstream.learner.parallel.launch import ProcessFailedError, is_started_together, start_processes
+
+    if not is_started_together():
+        os.environ[PARENT] = str(os.getpid())
+        try:
+            if not start_processes(num, CLI, sys.argv[1:]):
+                raise KeyboardInterrupt
+        except ProcessFailedError as error:
+            if error.rank > 0 or error.status < 0:
+                raise
+            sys.exit(error.status)
+        return None
+    die_with_parent(os.environ)
+    del os.environ[PARENT]  # this one's own children have another
+    skip_scikit_learn()
+    from rollstream.learner.parallel.process_ranks import END, joined
+    from rollstream.replay.training import take_part
+
+    with joined() as ranks:
+        if ranks.index:
+            take_part(ranks)
+            return None
+        try:
+            report = compare(replace(request, ranks=ranks))
+        except RollstreamError:  # on others torchrun ends the processes, which may still compute
+            ranks.send(END)
+            raise
+        ranks.send(END)
+        return report
 
 
 def _load_learner() -> None:

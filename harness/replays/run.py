@@ -34,6 +34,7 @@ from rollstream.schemas.permissions import (
 
 if TYPE_CHECKING:
     from rollstream.harness.replays.what_if import WhatIfOutcome
+    from rollstream.learner.model.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class ReplayRequest:
     any_libraries: bool = False
     trust: bool = False
     """Expand the variables that the recorded settings name."""
+    ranks: "Ranks | None" = None
+    """The processes that train together, of which this one is the first; None: it is alone."""
 
 
 async def replay_run(
@@ -109,6 +112,7 @@ async def replay_run(
                 last=last,
                 on_progress=on_progress,
                 permissions=_permissions(events, trust=request.trust),
+                **({} if request.ranks is None else {"ranks": request.ranks}),
             )
             report.add(trained)
     return report

@@ -68,7 +68,7 @@ class Row:
 
     @property
     def versions(self) -> NDArray[np.int64]:
-        """(T,): weight version that sampled each token; -1 where none is known, as on prompts, and OTHER_GROUP where it is
+        """(T,): weight version that sampled each token; -1 where none is known, as on prompts, OTHER_GROUP where it is
         one of another model group than `model_group`.
         """
         found = np.full(len(self.token_ids), -1, np.int64)

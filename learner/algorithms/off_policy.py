@@ -192,7 +192,7 @@ def compared_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Metrics with verl's and prime-rl's meanings, over the tokens of the batch's first mini-batch; none if none was
     compared.
 
-    mismatch/... of tokens that the trained version sampled itself, drift/... of those that other weights did: kl and kl_k3,
+    mismatch/... of tokens that the trained version sampled itself, drift/... of other weights' tokens: kl and kl_k3,
     estimates of KL(sampling || trained) in nats a token; ess and chi2 as in `metrics`. mismatch/log_ppl_diff: mean over
     the sequences with tokens that the trained version sampled, of the log-perplexity of these under the trained policy
     less that under the sampling one; before CORRECTED_SINCE, of all tokens and sequences. drift/tokens: share of tokens

@@ -13,10 +13,19 @@ def is_started_together(env: Mapping[str, str] = os.environ) -> bool:
     return int(env.get("WORLD_SIZE", "1")) > 1
 
 
-def start_processes(num: int, module: str, arguments: Sequence[str]) -> None:
-    """Run `python -m MODULE ARGUMENTS` in `num` processes of this machine by torchrun, until a signal stops them all.
+class ProcessFailedError(RunFailedError):
+    """One of the processes failed; all have ended."""
 
-    To be called in the main thread. Raises RunFailedError if one of them fails; then all of them have ended.
+    def __init__(self, rank: int, num: int, status: int) -> None:
+        """`status`: of its exit; negative if a signal ended it."""
+        super().__init__(f"process {rank} of {num} ended with status {status}; its last messages say why")
+        self.rank, self.status = rank, status
+
+
+def start_processes(num: int, module: str, arguments: Sequence[str]) -> bool:
+    """Run `python -m MODULE ARGUMENTS` in `num` processes of this machine by torchrun. False if a signal stopped them.
+
+    To be called in the main thread. Raises ProcessFailedError.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -32,9 +41,8 @@ def start_processes(num: int, module: str, arguments: Sequence[str]) -> None:
         try:
             run.run(run.parse_args([*options, *arguments]))
         except SignalException:
-            return
+            return False
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            raise RunFailedError(
-                f"process {rank} of {num} ended with status {failure.exitcode}; its last messages say why"
-            ) from None
+            raise ProcessFailedError(rank, num, failure.exitcode) from None
+    return True

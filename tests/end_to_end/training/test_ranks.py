@@ -67,4 +67,12 @@ def test_a_run_with_ranks_goes_on_after_a_killed_rank_and_leaves_no_process(proj
     assert verified.returncode == 0, verified.stdout + verified.stderr
     trained = project.run("replay", run_id, "--train")
     assert trained.returncode == 1
-    assert "was trained by 2 processes together; a replay trains in one" in trained.stderr
+    assert "was trained by 2 processes together; this replay trains in one process" in trained.stderr
+    assert "; give --ranks 2, or leave --train out" in trained.stderr
+    more = project.run("replay", run_id, "--train", "--ranks", "3")
+    assert more.returncode == 1
+    assert "this replay trains in 3 processes together" in more.stderr
+    for steps in (("--verify",), ("--steps", f"{EPOCHS - 2}:")):
+        equal = project.run("replay", run_id, "--train", "--ranks", "2", *steps)
+        assert equal.returncode == 0, equal.stdout + equal.stderr
+        assert equal.stdout.count(f"equal: run {run_id}: ") == 1

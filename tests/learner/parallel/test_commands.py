@@ -51,7 +51,7 @@ def test_a_manifest_is_trained_by_the_model_of_its_own_job(lab: Any) -> None:
     commands = [Command(LOAD, job.job_id, job.model_dump_json().encode()) for job in (first, other)]
     commands += [Command("train", first.job_id, data), Command(DROP, first.job_id, b""), Command(END, "", b"")]
     ranks: Any = RecordedRanks(commands)
-    follow(ranks, threads=1, permissions=lab.permissions)
+    follow(ranks, threads=1, permitted=lambda _: lab.permissions)
     (base,) = ranks.seen[1]
     assert ranks.seen == [set(), {base}, {base}, {base, trained}, {base}]
 

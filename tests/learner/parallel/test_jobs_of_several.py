@@ -131,7 +131,7 @@ def several_jobs(folder: Path, model: Path) -> None:
     """One of the processes."""
     with joined() as ranks:
         if ranks.index:
-            follow(ranks, threads=1, permissions=Permissions.of([f"model:{model}"], {}))
+            follow(ranks, threads=1, permitted=lambda _: Permissions.of([f"model:{model}"], {}))
             return
         asyncio.run(trained(folder / "undisturbed", model, ranks))
         asyncio.run(trained(folder / "stopped", model, ranks, stops=True))

@@ -64,7 +64,7 @@ def work(folder: Path, model: Path, recorded: Recorded, *lacking: int) -> None:
         if ranks.index in lacking:
             run_out_of_memory()
         if ranks.index:
-            follow(ranks, threads=1, permissions=Permissions.of([f"model:{model}"], {}))
+            follow(ranks, threads=1, permitted=lambda _: Permissions.of([f"model:{model}"], {}))
             return
         train(folder, model, ranks, recorded)
         ranks.send(END)

@@ -90,7 +90,7 @@ def several(root: Path, model: Path) -> None:
     """One of the processes."""
     with joined() as ranks:
         if ranks.index:
-            follow(ranks, threads=1, permissions=Permissions.of([f"model:{root}", f"model:{model}"], {}))
+            follow(ranks, threads=1, permitted=lambda _: Permissions.of([f"model:{root}", f"model:{model}"], {}))
             return
         for name, lora in CASES:
             chosen = model_of(root, name, model)

@@ -15,6 +15,7 @@ from rollstream.eventlog.log import Record, TopicPartition, format_position
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import jobs_of
+from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.versions import library_versions
 from rollstream.learner.worker import Worker
 from rollstream.processors.assemble.shell import AssembleShell
@@ -86,6 +87,7 @@ class RecordedRun:
         self.log = MemoryLog(num_partitions=2)
         self.artifacts = ArtifactStore(str(folder / "artifacts"))
         self.checkpoints = folder / "checkpoints"
+        self.ranks = Ranks()
         self._read_up_to = {}
 
     async def events(self, topic: str, kind: type[E]) -> list[E]:
@@ -157,6 +159,7 @@ class RecordedRun:
             checkpoints=self.checkpoints,
             threads=1,
             permissions=Permissions.of([f"model:{self.model}"], {}),
+            ranks=self.ranks,
         )
         learner = asyncio.create_task(worker.run())
         shells = AssembleShell(self.log, None, service="p"), CurateShell(self.log, self.artifacts, service="p")
