@@ -2,9 +2,12 @@
 
 import hashlib
 import math
+import os
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -14,15 +17,17 @@ from rollstream.learner.inbox import check_follows
 from rollstream.learner.model.policy import published_sha256
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.step import StepResult, adopted, device_name
+from rollstream.learner.parallel.process_ranks import ProcessRanks
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import step_trained
 from rollstream.learner.reading.members import check_members, fetch_records
 from rollstream.learner.scoring.index import ScoreIndex
 from rollstream.learner.scoring.scores import recorded_scores
-from rollstream.learner.trainer import JobTrainer
+from rollstream.learner.service import follow
+from rollstream.learner.trainer import JobTrainer, drop
 from rollstream.schemas.errors import ConfigError, DecodeError, ModelError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, StepTrained, WeightsPublished
-from rollstream.schemas.permissions import NOTHING, Permissions
+from rollstream.schemas.permissions import NOTHING, Permissions, named_by_algorithm, named_by_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class Retraining:
         self.job = job
         self.next_index = 0
         self._previous_sha256 = codec.EMPTY_SHA256
+        self._ranks = ranks
         self._trainer = JobTrainer(job.submitted, threads=threads, permissions=permissions, ranks=ranks)
         self._returns = {one.planned.adopts for one in job.manifests.values() if one.planned.adopts is not None}
         """Versions that a manifest returns to."""
@@ -123,6 +129,10 @@ class Retraining:
             return f"replay it on {others[0]}, where it was trained (here: {here})"
         return "restore the folder"
 
+    def close(self) -> None:
+        """Let go of the model, also in the other processes."""
+        drop(self.job.submitted, self._ranks)
+
     async def steps(self, log: EventLog, *, until: int) -> AsyncIterator[tuple[StepTrained, StepTrained]]:
         """Train every manifest up to the one that yields version `until`; recorded and replayed step of each.
 
@@ -176,6 +186,17 @@ class Retraining:
                 f"manifest {planned.batch_id} adopts version {planned.adopts}, which no manifest yields; {_WHOLE}"
             )
         return adopted(self._trainer.model, {})
+
+
+def take_part(ranks: ProcessRanks) -> None:
+    """Train what the first process trains, until that ends. It has checked what the recorded jobs name."""
+
+    def permitted(job: JobSubmitted) -> Permissions:
+        names = named_by_model(job.settings.model.path) | named_by_algorithm(job.settings.algorithm.name)
+        return Permissions.of(names, os.environ)
+
+    disable_progress_bar()
+    follow(ranks, threads=None, permitted=permitted)
 
 
 def threads_of(job: RecordedJob) -> int | None:

@@ -1,6 +1,5 @@
 """`replay --train`: recorded manifests trained again; every step's digest must come out equal. Publishes nothing."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,18 +9,15 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.model.ranks import Ranks
-from rollstream.learner.parallel.process_ranks import ProcessRanks
 from rollstream.learner.progress import Manifest
 from rollstream.learner.retrain import RecordedJob, Retraining, check_ranks, threads_of
-from rollstream.learner.service import follow
-from rollstream.learner.trainer import drop
 from rollstream.learner.versions import library_versions
 from rollstream.replay.report import Report, first_field
 from rollstream.replay.source import RunEvents, of_type
 from rollstream.replay.weights import log_state
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, RunStarted, StepTrained
-from rollstream.schemas.permissions import MODEL, NOTHING, Permissions, named_by_algorithm, named_by_model
+from rollstream.schemas.permissions import MODEL, NOTHING, Permissions
 
 
 def check_libraries(started: RunStarted) -> None:
@@ -70,17 +66,17 @@ async def train(
     last: int | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
     permissions: Permissions = NOTHING,
-    ranks: Ranks = Ranks(),  # noqa: B008 -- a process alone has no state
+    ranks: Ranks | None = None,
 ) -> Report:
     """Train versions `first` to `last` (default: all) again and compare StepTrained by StepTrained, up to a difference.
 
     Begins at the nearest checkpoint below `first`, or at the job's base version. Raises ConfigError if there is nothing
     to train, and the errors of `Retraining`. `permissions`: the variables that a model's path may name; the recorded
     models are those of the run that was asked for. `ranks`: the processes that train together, of which this one is the
-    first and the others `take_part`.
+    first and the others `retrain.take_part`; None: it is alone.
     """
     disable_progress_bar()
-    report = Report()
+    report, together = Report(), ranks or Ranks()
     jobs = recorded_jobs(events)
     trained = sorted(version for job in jobs for version in job.steps)
     for bound in (first, last):
@@ -94,11 +90,11 @@ async def train(
         if not versions:
             continue
         own = permissions._replace(allow=permissions.allow | {f"{MODEL}{job.submitted.settings.model.path}"})
-        check_ranks(job, versions, first=versions[0], num=ranks.num)
-        retraining = Retraining(job, threads=threads_of(job), permissions=own, ranks=ranks)
+        check_ranks(job, versions, first=versions[0], num=together.num)
+        retraining = Retraining(job, threads=threads_of(job), permissions=own, ranks=together)
         usable = checkpoints if first is not None else None
         version = retraining.begin(artifacts, usable, version=versions[0] - 1, until=versions[-1])
-        check_ranks(job, range(version + 1, versions[0]), first=versions[0], num=ranks.num)
+        check_ranks(job, range(version + 1, versions[0]), first=versions[0], num=together.num)
         on_progress(f"job {job.submitted.job_id}: from version {version}, to {versions[-1]}")
         missing = set(range(versions[0], versions[-1] + 1))
         async for recorded, replayed in retraining.steps(log, until=versions[-1]):
@@ -113,19 +109,8 @@ async def train(
         for version in sorted(missing):
             recorded_as = "trained" if version in job.steps else "nothing"
             report.differ("training", f"version {version}", recorded_as, "nothing: a manifest or step is missing")
-        drop(job.submitted, ranks)
+        retraining.close()
     return report
-
-
-def take_part(ranks: ProcessRanks) -> None:
-    """Train what the first process trains, until that ends. It has checked what the recorded jobs name."""
-
-    def permitted(job: JobSubmitted) -> Permissions:
-        names = named_by_model(job.settings.model.path) | named_by_algorithm(job.settings.algorithm.name)
-        return Permissions.of(names, os.environ)
-
-    disable_progress_bar()
-    follow(ranks, threads=None, permitted=permitted)
 
 
 def _excuse(job: RecordedJob, recorded: StepTrained, replayed: StepTrained) -> str:

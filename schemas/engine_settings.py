@@ -44,8 +44,10 @@ class EngineSettings(Settings):
     """The engine can serve a model that the run trains."""
     READS_BASE_MODELS: ClassVar[bool] = False
     """The engine reads the folders of base models on this machine."""
-    RECORDS_KEPT_IDS: ClassVar[bool] = False
-    """The engine gives the ids that each token was sampled from, where `engines.base.keeps_ids` says so."""
+    RECORDS_KEPT_IDS: ClassVar[bool | None] = False
+    """The engine gives the ids that each token was sampled from, where `engines.base.keeps_ids` says so. None: only its
+    package knows.
+    """
 
     kind: str
 
@@ -67,7 +69,7 @@ class TransformersSettings(EngineSettings):
     """The engine that samples from a transformers model in the producers process."""
 
     READS_BASE_MODELS: ClassVar[bool] = True
-    RECORDS_KEPT_IDS: ClassVar[bool] = True
+    RECORDS_KEPT_IDS: ClassVar[bool | None] = True
 
     kind: Literal["transformers"] = "transformers"  # pyright: ignore[reportIncompatibleVariableOverride]
     device: Device = "auto"
@@ -124,6 +126,8 @@ class InstalledEngineSettings(EngineSettings):
     `rollstream.producers.engines.table` knows the kind's own class.
     """
 
+    RECORDS_KEPT_IDS: ClassVar[bool | None] = None
+
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, JsonValue]  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -140,7 +144,7 @@ class VllmSettings(EngineSettings):
     """The engine over vLLM servers: one that it starts, or some that run already."""
 
     READS_BASE_MODELS: ClassVar[bool] = True
-    RECORDS_KEPT_IDS: ClassVar[bool] = True
+    RECORDS_KEPT_IDS: ClassVar[bool | None] = True
 
     kind: Literal["vllm"] = "vllm"  # pyright: ignore[reportIncompatibleVariableOverride]
     base_urls: tuple[str, ...] = Field(default=(), max_length=256)

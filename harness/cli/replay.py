@@ -145,7 +145,7 @@ def _in_ranks(num: int, request: "ReplayRequest", compare: "Callable[[ReplayRequ
     del os.environ[PARENT]  # this one's own children have another
     skip_scikit_learn()
     from rollstream.learner.parallel.process_ranks import END, joined
-    from rollstream.replay.training import take_part
+    from rollstream.learner.retrain import take_part
 
     with joined() as ranks:
         if ranks.index:

@@ -31,7 +31,6 @@ from rollstream.schemas.config import (
     TrainerSection,
     ValidationSection,
 )
-from rollstream.schemas.engine_settings import InstalledEngineSettings
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import DatasetSection, Evaluator, kind_of
 from rollstream.schemas.events.recorded import RECORDED
@@ -150,8 +149,8 @@ def _with_kept_ids(block: str, builder: BuilderSection, adapter: AdapterSection,
     if ratios is None or not (sampling.top_p < 1 or sampling.top_k):
         return builder
     can_record = builder.engine.RECORDS_KEPT_IDS and environment not in MADE_ELSEWHERE
-    if isinstance(builder.engine, InstalledEngineSettings) and sampling.record_kept_ids:
-        return builder  # its package is not looked up here
+    if sampling.record_kept_ids and builder.engine.RECORDS_KEPT_IDS is None:
+        return builder
     if sampling.record_kept_ids is False or not can_record:
         why = "record_kept_ids is off" if can_record else "the engine does not record the ids that they leave"
         warn(

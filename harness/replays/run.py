@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.topic_ids import check_topics
+from rollstream.eventlog.log import EventLog
 from rollstream.harness.replays.kept import check_ends
 from rollstream.harness.runs.outcome import let_metrics_catch_up
 from rollstream.harness.runs.stored_config import TRUST
@@ -96,26 +97,36 @@ async def replay_run(
             report.add(verified)
         if request.train:
             await asyncio.to_thread(before_training)
-            from rollstream.replay.training import check_libraries, train
-
-            if not request.any_libraries:
-                check_libraries(events.started)
-            first, last = request.first, request.last
-            if request.epoch is not None and first is None and last is None:
-                first, last = versions_of_epoch(events, request.epoch)
-            trained = await train(
-                log,
-                events,
-                artifacts,
-                checkpoints=checkpoints,
-                first=first,
-                last=last,
-                on_progress=on_progress,
-                permissions=_permissions(events, trust=request.trust),
-                **({} if request.ranks is None else {"ranks": request.ranks}),
-            )
-            report.add(trained)
+            report.add(await _trained(log, events, artifacts, checkpoints, request, on_progress))
     return report
+
+
+async def _trained(
+    log: EventLog,
+    events: RunEvents,
+    artifacts: ArtifactStore,
+    checkpoints: Path,
+    request: ReplayRequest,
+    on_progress: Callable[[str], None],
+) -> Report:
+    from rollstream.replay.training import check_libraries, train
+
+    if not request.any_libraries:
+        check_libraries(events.started)
+    first, last = request.first, request.last
+    if request.epoch is not None and first is None and last is None:
+        first, last = versions_of_epoch(events, request.epoch)
+    return await train(
+        log,
+        events,
+        artifacts,
+        checkpoints=checkpoints,
+        first=first,
+        last=last,
+        on_progress=on_progress,
+        permissions=_permissions(events, trust=request.trust),
+        ranks=request.ranks,
+    )
 
 
 def _permissions(events: RunEvents, *, trust: bool) -> Permissions:

@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.learner.model import export
+    from rollstream.learner.model import export, ranks
 
-__all__ = ["export"]
+__all__ = ["export", "ranks"]

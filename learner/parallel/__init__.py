@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.learner.parallel import launch, refusals
+    from rollstream.learner.parallel import launch, process_ranks, refusals
 
-__all__ = ["launch", "refusals"]
+__all__ = ["launch", "process_ranks", "refusals"]

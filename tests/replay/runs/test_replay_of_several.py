@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rollstream.learner.parallel.process_ranks import END, joined
+from rollstream.learner.retrain import take_part
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.replay.training import take_part
 from rollstream.schemas.errors import ConfigError
 from tests.rigs.runs.adopting_run import RolledBackRun
 from tests.rigs.runs.replay_rig import trained
