@@ -22,7 +22,7 @@ from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
 from rollstream.learner.model.micro_batch import TrainRow
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
 from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, published_sha256
-from rollstream.learner.model.ranks import Ranks
+from rollstream.learner.model.ranks import Ranks, failing_the_job
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, shares_prefixes, train_batch
 from rollstream.learner.parallel.process_ranks import DROP, LOAD, ProcessRanks
 from rollstream.learner.parallel.refusals import refused
@@ -87,6 +87,8 @@ class JobTrainer:
         self._reference: Reference | None = None
         self.scoring = ScoringModels(self.model, self._settings, permissions, f"{location}.teacher")
         self._skipped_in_row = 0
+        self.index: int | None = None
+        """The manifest that is trained, or the next one; None before the first one of this process."""
         self._budget = MicroBatchBudget(micro_batch_tokens(self._settings, self.model.device), halves=ranks.num == 1)
         if budget is not None and ranks.num > 1:
             self._budget.keep(KeptBudget(budget, job.job_id))
@@ -262,6 +264,7 @@ class JobTrainer:
         each optimizer step; until the first one `state` stays as it is.
         """
         compute_as_set(self._settings)
+        self.index = planned.index
         self._budget.begin(micro_batch_tokens)
         if first is not None:
             self._budget.begin_as(first)
@@ -270,7 +273,8 @@ class JobTrainer:
         ranks = self.model.ranks
         given = self._budget.to_others()
         data = encoded(planned, trajectories, scores, given) if ranks.num > 1 else b""
-        with self._calling(before_step), ranks.together("train", data):
+        doing = failing_the_job(f"training on manifest {planned.index}")
+        with self._calling(before_step), ranks.together("train", data), doing:
             result = train_batch(
                 self.model,
                 self._optimizer,
@@ -285,6 +289,7 @@ class JobTrainer:
                 budget=self._budget,
                 check=partial(self._check_lengths, trajectories),
             )
+        self.index = planned.index + 1
         self._statistics = dict(result.statistics)
         self._skipped_in_row = result.skipped_in_row
         if not result.num_optimizer_steps and not result.skipped_in_row:

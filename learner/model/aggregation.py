@@ -12,7 +12,7 @@ from rollstream.learner.algorithms.base import Normaliser
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.ranks import Ranks
-from rollstream.schemas.errors import RunFailedError, called_at, describe, is_out_of_memory
+from rollstream.schemas.errors import RunFailedError, called_at, describe, is_of_device, is_out_of_memory
 
 OF_AUTOGRAD = ("inplace operation", "graph a second time", "returned an invalid gradient")
 """Parts of torch's messages about a loss that has no gradient, raised outside of the code that computed it."""
@@ -27,7 +27,7 @@ def backward(share: Tensor, algorithm: str) -> None:
         share.backward()
     except Exception as error:
         is_of_loss = called_at(error) or any(text in str(error) for text in OF_AUTOGRAD)
-        if is_out_of_memory(error) or not is_of_loss:
+        if is_out_of_memory(error) or is_of_device(error) or not is_of_loss:
             raise
         raise RunFailedError(
             f"algorithm {algorithm}: the loss has no gradient: {describe(error)}; change no tensor in place, and keep "

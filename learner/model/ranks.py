@@ -1,7 +1,8 @@
 """The processes that train one model together. Here: a process alone; several are in `learner.parallel`."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import orjson
@@ -11,7 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from rollstream.learner.model.micro_batch import MicroBatch, Unit
 from rollstream.schemas import tokens
+from rollstream.schemas.errors import (
+    RollstreamError,
+    RunFailedError,
+    describe,
+    is_of_device,
+    is_out_of_memory,
+    is_passing,
+)
+from rollstream.schemas.variables import traceback_of
 
+logger = logging.getLogger(__name__)
 Divide = Callable[[Sequence[Unit], int], list[MicroBatch]]
 """Units to micro-batches of so many tokens."""
 
@@ -49,6 +60,24 @@ class Ranks:
     def seed(self, seed: int) -> int:
         """Seed of the random numbers in this process's forwards."""
         return seed
+
+
+@contextmanager
+def failing_the_job(what: str) -> Iterator[None]:
+    """Raises RunFailedError, with file and line, for any exception of computing within: a restart would raise it again.
+
+    `what`: what was being done. Errors of rollstream fly as they are; so does what passes, what is for others to handle
+    (`is_out_of_memory`), and what this process cannot go on after (`is_of_device`).
+    """
+    try:
+        yield
+    except RollstreamError:
+        raise
+    except (Exception, SystemExit) as error:
+        if is_passing(error) or is_out_of_memory(error) or is_of_device(error):
+            raise
+        logger.error("%s failed%s", what, traceback_of(error))
+        raise RunFailedError(f"{what} raised {describe(error)}; the learner's log has the traceback") from error
 
 
 def whole(value: Tensor) -> Tensor:
