@@ -56,7 +56,8 @@ class JobTrainer:
         """Load the job's algorithm and model. Raises ModelError, or ConfigError if kind and algorithm do not fit.
 
         Of several processes (`ranks`) the first one makes it, and the others `follow`. If one of them runs out of
-        memory, all end, and the file `budget` has the micro-batches that they begin with again.
+        memory, all end, and the file `budget` has the micro-batches that they begin with again. Whatever else fails in
+        one of them fails in all, or ends all.
 
         `threads`: used if the job does not say its own number; as many as torch takes by itself if neither does.
         `permissions`: the algorithms and models that it may name. Raises NotAllowedError for another one.
@@ -273,7 +274,7 @@ class JobTrainer:
         ranks = self.model.ranks
         given = self._budget.to_others()
         data = encoded(planned, trajectories, scores, given) if ranks.num > 1 else b""
-        doing = failing_the_job(f"training on manifest {planned.index}")
+        doing = failing_the_job(f"training on manifest {planned.index}", ranks)
         with self._calling(before_step), ranks.together("train", data), doing:
             result = train_batch(
                 self.model,
@@ -355,7 +356,9 @@ class JobTrainer:
 
 
 def drop(job: JobSubmitted, ranks: Ranks) -> None:
-    """Have the other processes let go of a job's trainer, if they have one."""
+    """Have the other processes let go of a job's trainer, if they have one. If this one is stuck, all end."""
+    if ranks.is_stuck:
+        return
     with ranks.of_job(job.job_id).together(DROP):
         pass
 

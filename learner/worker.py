@@ -165,6 +165,9 @@ class Worker:
             await self._fail(job, context, error)
             raise
         except RollstreamError as error:
+            if self._ranks.is_stuck:
+                self._keep(job, error)
+                raise
             if isinstance(error, LogError) and not isinstance(error, TruncatedError):
                 raise
             await self._fail(job, context, error)
@@ -178,7 +181,7 @@ class Worker:
         """Keep an exception that ends this process, so that it does not end each one that is started after it."""
         run = self._runs.get(job.model_group)
         index = run.index if run is not None and run.job.job_id == job.job_id else None
-        Faults(self._checkpoints, job, self._ranks.index).keep(error, index, is_certain=False)
+        Faults(self._checkpoints, job, self._ranks.index).keep(error, index, is_certain=self._ranks.is_stuck)
 
     async def _advance(self, job: JobSubmitted, context: LearnerContext, *, is_alone: bool) -> bool:
         run = self._runs.get(job.model_group)

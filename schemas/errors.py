@@ -31,6 +31,7 @@ own.
 """
 
 import difflib
+import errno
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,6 +60,8 @@ OF_DEVICE = (
     "Triton Error [CUDA]",
 )
 """Parts of messages about a GPU that this process may not be able to use any more."""
+OF_DISKS = (errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE)
+"""Numbers of errors of a disk that is full, or of a file system that has failed."""
 OF_PROCESSES = ("gloo/transport", "NCCL")
 """Parts of messages about a connection to other processes of a torchrun."""
 
@@ -343,7 +346,14 @@ def is_passing(error: BaseException) -> bool:
     """
     if isinstance(error, (OSError, LogError, StoreUnavailableError)):
         return not isinstance(error, TruncatedError)
-    return _is_one_of(error, ("DistError", "KafkaError"), OF_PROCESSES)
+    return _is_one_of(error, ("DistError", "KafkaError"), OF_PROCESSES) or _is_of_disk(error.__cause__)
+
+
+def _is_of_disk(cause: BaseException | None) -> bool:
+    """Whether a disk is behind an exception of others' code, which may have another type, as of a compiler's."""
+    if cause is None or (isinstance(cause, OSError) and cause.errno in OF_DISKS):
+        return cause is not None
+    return _is_of_disk(cause.__cause__)
 
 
 def _is_one_of(error: BaseException, names: Iterable[str], messages: Iterable[str]) -> bool:

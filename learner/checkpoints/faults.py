@@ -10,7 +10,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollstream.eventlog.files import sync_folder, write_whole
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
-from rollstream.schemas.errors import RunFailedError, describe, is_of_device, is_out_of_memory, is_passing
+from rollstream.schemas.errors import (
+    RollstreamError,
+    RunFailedError,
+    describe,
+    is_of_device,
+    is_out_of_memory,
+    is_passing,
+)
 from rollstream.schemas.events import JobSubmitted
 from rollstream.schemas.variables import MAX_JOB_ERROR, recordable, traceback_of
 
@@ -31,9 +38,9 @@ class Fault(BaseModel):
     kind: str
     """Name of the exception's type."""
     error: str
-    """Its type, place and message, without secrets."""
+    """Its message, with type and place unless it is one of rollstream's; without secrets."""
     times: int = 1
-    """How often it came; MAX_TIMES at once if it comes from the computation itself."""
+    """Number of processes that it ended; MAX_TIMES at once if it comes from the computation itself."""
 
 
 class Faults:
@@ -58,8 +65,9 @@ class Faults:
             times = MAX_TIMES
         elif before is not None and (before.job_id, before.index, before.kind) == (self._job_id, index, kind):
             times = before.times + 1
-        described = recordable(describe(error), MAX_JOB_ERROR)
-        fault = Fault(job_id=self._job_id, index=index, kind=kind, error=described, times=times)
+        described = str(error) if isinstance(error, RollstreamError) else describe(error)
+        text = recordable(described, MAX_JOB_ERROR) or kind
+        fault = Fault(job_id=self._job_id, index=index, kind=kind, error=text, times=times)
         logger.error("job=%s %s failed%s", self._job_id, _location(index), traceback_of(error))
         try:
             write_whole(self._own, fault.model_dump_json(), is_private=False)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 import numpy as np
 import orjson
@@ -23,6 +24,7 @@ from rollstream.schemas.errors import (
 from rollstream.schemas.variables import traceback_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Divide = Callable[[Sequence[Unit], int], list[MicroBatch]]
 """Units to micro-batches of so many tokens."""
 
@@ -32,6 +34,11 @@ class Ranks:
 
     num = 1
     index = 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether this process failed where the others wait for it: it cannot report that to them, and has to end."""
+        return False
 
     def of_job(self, job_id: str) -> "Ranks":
         """The same processes, for the work on one job: several may be in work in turn."""
@@ -50,8 +57,20 @@ class Ranks:
         return values
 
     def gathered(self, data: bytes) -> list[bytes]:
-        """The bytes that every process gave, by rank."""
+        """The bytes that every process gave, by rank. Here all learn that one of them has failed."""
         return [data]
+
+    def tried(self, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """The result of work that a process does by itself between two things that all do together.
+
+        If it fails in one of several processes, that one goes on beside the others with the result of `otherwise`, and
+        raises the error where they meet next, in `gathered` or `summed`.
+        """
+        return work()
+
+    def collective(self) -> AbstractContextManager[None]:
+        """A context in which processes wait for each other, so that one that fails in it is stuck."""
+        return nullcontext()
 
     def together(self, command: str, data: bytes = b"") -> AbstractContextManager[None]:
         """A context whose body all processes run: rank 0 broadcasts the command, which the others follow."""
@@ -63,18 +82,18 @@ class Ranks:
 
 
 @contextmanager
-def failing_the_job(what: str) -> Iterator[None]:
+def failing_the_job(what: str, ranks: Ranks = Ranks()) -> Iterator[None]:  # noqa: B008 -- it has no state
     """Raises RunFailedError, with file and line, for any exception of computing within: a restart would raise it again.
 
     `what`: what was being done. Errors of rollstream fly as they are; so does what passes, what is for others to handle
-    (`is_out_of_memory`), and what this process cannot go on after (`is_of_device`).
+    (`is_out_of_memory`), and what this process cannot go on after (`is_of_device`, `Ranks.is_stuck`).
     """
     try:
         yield
     except RollstreamError:
         raise
     except (Exception, SystemExit) as error:
-        if is_passing(error) or is_out_of_memory(error) or is_of_device(error):
+        if ranks.is_stuck or is_passing(error) or is_out_of_memory(error) or is_of_device(error):
             raise
         logger.error("%s failed%s", what, traceback_of(error))
         raise RunFailedError(f"{what} raised {describe(error)}; the learner's log has the traceback") from error

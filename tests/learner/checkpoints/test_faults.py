@@ -127,7 +127,10 @@ def test_a_secret_in_an_exception_is_not_recorded(lab: Any, monkeypatch: pytest.
     asyncio.run(scenario())
 
 
+FULL_DISK = RuntimeError("the kernel cannot be compiled")
+FULL_DISK.__cause__ = OSError(errno.ENOSPC, "No space left on device")
 PASSING = [
+    FULL_DISK,
     OSError(errno.EIO, "Input/output error"),
     ConnectionResetError("broker gone"),
     TimeoutError("no answer"),
@@ -136,8 +139,8 @@ PASSING = [
 ]
 
 
-@pytest.mark.parametrize("error", PASSING, ids=lambda one: type(one).__name__)
-def test_what_may_pass_ends_the_process_and_the_next_one_trains_the_job_whole(
+@pytest.mark.parametrize("error", PASSING, ids=lambda one: str(one)[:20])
+def test_an_error_that_may_pass_ends_the_process_and_the_next_one_trains_the_job_whole(
     lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     async def scenario() -> None:
@@ -256,7 +259,7 @@ def test_a_certain_fault_of_another_process_counts_at_once_unless_it_is_of_the_d
     first.check(5)
 
 
-def test_what_passes_and_want_of_memory_are_not_kept(tmp_path: Path) -> None:
+def test_passing_errors_and_want_of_memory_are_not_kept(tmp_path: Path) -> None:
     faults = Faults(tmp_path, job_of())
     for error in (*PASSING[:-1], LogError("no broker"), torch.OutOfMemoryError("CUDA out of memory")):
         faults.keep(error, 2, is_certain=True)
