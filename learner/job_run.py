@@ -13,9 +13,10 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder
+from rollstream.learner.checkpoints.faults import Faults
 from rollstream.learner.inbox import Inbox, check_follows, check_next
 from rollstream.learner.model.memory import within_memory
-from rollstream.learner.model.ranks import Ranks
+from rollstream.learner.model.ranks import Ranks, failing_the_job
 from rollstream.learner.model.step import StepResult, adopted
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import Publisher, difference
@@ -58,7 +59,7 @@ class LearnerContext:
     ranks: Ranks
 
     async def in_training_thread(self, work: Callable[[], T]) -> T:
-        """Run blocking work in the training thread. Raises ModelError if memory runs out in a process alone."""
+        """Run blocking work in the training thread. In a process alone unexpected exceptions are RollstreamErrors."""
         return await self._in(self.executor, work)
 
     async def in_writing_thread(self, work: Callable[[], T]) -> T:
@@ -66,8 +67,9 @@ class LearnerContext:
         return await self._in(self.writing if self.ranks.num == 1 else self.executor, work)
 
     async def _in(self, executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        fitting = within_memory("the job", alone=self.ranks.num == 1)(work)
-        return await asyncio.get_running_loop().run_in_executor(executor, fitting)
+        if self.ranks.num == 1:
+            work = failing_the_job("work on the job")(within_memory("the job")(work))
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
 
 
 class JobRun:
@@ -79,6 +81,7 @@ class JobRun:
         self._in_thread = context.in_training_thread
         self._publisher = publisher
         self._folder = CheckpointFolder(context.checkpoints, job.model_group)
+        self._faults = Faults(context.checkpoints, job)
         self._writer = VersionWriter(
             job,
             self._folder,
@@ -110,6 +113,11 @@ class JobRun:
         return self._trainer
 
     @property
+    def index(self) -> int | None:
+        """The manifest that is in work; None while the job is started."""
+        return None if self._trainer is None else self._trainer.index
+
+    @property
     def next_manifest(self) -> Manifest | None:
         """The manifest to train next, if it is planned."""
         return self._context.inbox.state.job(self.job.job_id).manifests.get(self._next_index)
@@ -117,8 +125,9 @@ class JobRun:
     async def start(self) -> None:
         """Load the model, publish the base version if the group has none, and go to the newest checkpoint.
 
-        Raises ModelError, ConfigError, ArtifactError, VersionDivergedError, FencedError.
+        Raises ModelError, ConfigError, ArtifactError, VersionDivergedError, FencedError, RunFailedError.
         """
+        self._faults.check(None)
         self._trainer = await self._loaded()
         checkpoint = await self._checkpoint()
         base = await self._base()
@@ -269,6 +278,7 @@ class JobRun:
         seconds = {**self._carried, "wait": time.monotonic() - self._idle_since}
         self._trained, self._carried = None, {}
         result = await (self._next_result(planned) if before is None else self._beside(before, planned))
+        self._faults.forget(planned.index)
         self._next_index, self._previous_sha256 = planned.index + 1, manifest.digest
         trained = Trained(manifest, result, seconds)
         if is_alone and self._may_be_beside(planned):
@@ -328,6 +338,7 @@ class JobRun:
         `before_step`: see `JobTrainer.train`.
         """
         began = time.monotonic()
+        self._faults.check(planned.index)
         if planned.adopts is not None:
             await self._return_to(planned.adopts, is_passed=is_passed)
             seconds = {"restore": time.monotonic() - began}

@@ -14,11 +14,12 @@ from transformers.utils import logging as transformers_logging
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.learner.checkpoints.checkpoint import read
+from rollstream.learner.checkpoints.faults import Faults
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.parallel.launch import is_started_together
-from rollstream.learner.parallel.process_ranks import DROP, END, LOAD, ProcessRanks, joined
+from rollstream.learner.parallel.process_ranks import DROP, END, LOAD, ProcessRanks, decoded, joined
 from rollstream.learner.scoring import models
-from rollstream.learner.trainer import JobTrainer, decoded
+from rollstream.learner.trainer import JobTrainer
 from rollstream.learner.worker import Worker
 from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import JobSubmitted
@@ -68,7 +69,8 @@ def _leading() -> Iterator[Ranks]:
             yield ranks
         except asyncio.CancelledError:
             with suppress(RuntimeError):  # of a process that is gone
-                ranks.send(END)
+                if not ranks.is_stuck:
+                    ranks.send(END)
             raise
 
 
@@ -84,27 +86,43 @@ def follows(settings: LearnerSettings) -> bool:
         signal.signal(number, signal.SIG_IGN)  # the first process stops in order, and tells this one
     with joined() as ranks:
         allowed = Permissions.of(settings.allow, os.environ)
-        follow(ranks, threads=settings.threads, permitted=lambda _: allowed)
+        checkpoints = settings.workspace / "checkpoints"
+        follow(ranks, threads=settings.threads, permitted=lambda _: allowed, checkpoints=checkpoints)
     return True
 
 
-def follow(ranks: ProcessRanks, *, threads: int | None, permitted: Callable[[JobSubmitted], Permissions]) -> None:
+def follow(
+    ranks: ProcessRanks,
+    *,
+    threads: int | None,
+    permitted: Callable[[JobSubmitted], Permissions],
+    checkpoints: Path | None = None,
+) -> None:
     """Do what rank 0 does, until it ends: models and optimizers of its open jobs, of which this process has its shards.
 
-    `permitted`: what a job may name. What fails in all processes alike is rank 0's to tell. Blocking.
+    Errors that rank 0 learns of are for it to record. Any other one ends this process, and all with it; it is kept
+    beside the `checkpoints` for the next start. `permitted`: what a job may name. Blocking.
     """
     trainers: dict[str, JobTrainer] = {}
+    jobs: dict[str, JobSubmitted] = {}
     while (command := ranks.receive()).name != END:
         try:
             with ranks.together(command.name):
                 if command.name in (LOAD, DROP):
                     trainers.pop(command.job_id, None)  # two models of a job need not fit into memory
+                    jobs.pop(command.job_id, None)
                 if command.name == LOAD:
-                    job = JobSubmitted.model_validate_json(command.data)
+                    jobs[command.job_id] = job = JobSubmitted.model_validate_json(command.data)
                     trainers[job.job_id] = JobTrainer(job, threads=threads, permissions=permitted(job), ranks=ranks)
                 elif command.name != DROP:
                     _WORK[command.name](trainers[command.job_id], command.data)
-        except (RollstreamError, OSError) as error:
+        except Exception as error:
+            if ranks.is_stuck or not isinstance(error, (RollstreamError, OSError)):
+                job, trainer = jobs.get(command.job_id), trainers.get(command.job_id)
+                if checkpoints is not None and job is not None:
+                    index = None if trainer is None else trainer.index
+                    Faults(checkpoints, job, ranks.index).keep(error, index, is_certain=ranks.is_stuck)
+                raise
             logger.warning("job=%s %s: %s", command.job_id, command.name, error)
 
 

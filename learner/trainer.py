@@ -23,9 +23,9 @@ from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
 from rollstream.learner.model.micro_batch import TrainRow
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
 from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, published_sha256
-from rollstream.learner.model.ranks import Ranks
+from rollstream.learner.model.ranks import Ranks, failing_the_job
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, shares_prefixes, train_batch
-from rollstream.learner.parallel.process_ranks import DROP, LOAD, ProcessRanks
+from rollstream.learner.parallel.process_ranks import DROP, LOAD, ProcessRanks, encoded
 from rollstream.learner.parallel.refusals import refused
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, sharded_like, write_shards
 from rollstream.learner.progress import manifest_metrics
@@ -57,7 +57,8 @@ class JobTrainer:
         """Load the job's algorithm and model. Raises ModelError, or ConfigError if kind and algorithm do not fit.
 
         Of several processes (`ranks`) the first one makes it, and the others `follow`. If one of them runs out of
-        memory, all end, and the file `budget` has the micro-batches that they begin with again.
+        memory, all end, and the file `budget` has the micro-batches that they begin with again. Whatever else fails in
+        one of them fails in all, or ends all.
 
         `threads`: used if the job does not say its own number; as many as torch takes by itself if neither does.
         `permissions`: the algorithms and models that it may name. Raises NotAllowedError for another one.
@@ -88,6 +89,8 @@ class JobTrainer:
         self._reference: Reference | None = None
         self.scoring = ScoringModels(self.model, self._settings, permissions, f"{location}.teacher")
         self._skipped_in_row = 0
+        self.index: int | None = None
+        """The manifest that is trained, or the next one; None before the first one of this process."""
         self._budget = MicroBatchBudget(micro_batch_tokens(self._settings, self.model.device), halves=ranks.num == 1)
         if budget is not None and ranks.num > 1:
             self._budget.keep(KeptBudget(budget, job.job_id))
@@ -280,6 +283,7 @@ class JobTrainer:
         each optimizer step; until the first one `state` stays as it is.
         """
         compute_as_set(self._settings)
+        self.index = planned.index
         self._budget.begin(micro_batch_tokens)
         if first is not None:
             self._budget.begin_as(first)
@@ -288,7 +292,8 @@ class JobTrainer:
         ranks = self.model.ranks
         given = self._budget.to_others()
         data = encoded(planned, trajectories, scores, given) if ranks.num > 1 else b""
-        with self._calling(before_step), ranks.together("train", data):
+        doing = failing_the_job(f"training on manifest {planned.index}", ranks)
+        with self._calling(before_step), ranks.together("train", data), doing:
             result = train_batch(
                 self.model,
                 self._optimizer,
@@ -303,6 +308,7 @@ class JobTrainer:
                 budget=self._budget,
                 check=partial(self._check_lengths, trajectories),
             )
+        self.index = planned.index + 1
         self._statistics = dict(result.statistics)
         self._skipped_in_row = result.skipped_in_row
         if not result.num_optimizer_steps and not result.skipped_in_row:
@@ -372,7 +378,9 @@ def _copied(value: Tensor) -> Tensor:
 
 
 def drop(job: JobSubmitted, ranks: Ranks) -> None:
-    """Have the other processes let go of a job's trainer, if they have one."""
+    """Have the other processes let go of a job's trainer, if they have one. If this one is stuck, all end."""
+    if ranks.is_stuck:
+        return
     with ranks.of_job(job.job_id).together(DROP):
         pass
 
@@ -382,19 +390,3 @@ def policy_of(settings: ModelSettings, ranks: Ranks, *, seed: int, path: str) ->
     if isinstance(ranks, ProcessRanks):
         return ShardedPolicy(settings, ranks, seed=seed, path=path)
     return PolicyModel(settings, seed=seed, path=path, shares_base=True)
-
-
-def encoded(
-    planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores, budget: Mapping[str, Any]
-) -> bytes:
-    """Encode the arguments of `train` for other processes."""
-    events = [one.model_dump_json() for one in (planned, *trajectories)]
-    return orjson.dumps({"events": events, "budget": budget, **scores.as_json()})
-
-
-def decoded(data: bytes) -> tuple[BatchPlanned, list[TrajectoryAssembled], Scores, dict[str, Any]]:
-    """Decode the result of `encoded`."""
-    found = orjson.loads(data)
-    trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"][1:]]
-    planned = BatchPlanned.model_validate_json(found["events"][0])
-    return planned, trajectories, Scores.of_json(found), found["budget"]

@@ -20,6 +20,7 @@ from rollstream.learner.model.step import StepResult
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import Publisher, step_trained, with_phases
 from rollstream.learner.trainer import JobTrainer
+from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.events import JobSubmitted, StepTrained
 from rollstream.schemas.settings import ArtifactRef
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-class AbandonedError(Exception):
+class AbandonedError(RollstreamError):
     """The version before was not written, so the batch that was trained meanwhile does not count."""
 
 

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
+from rollstream.learner.checkpoints.faults import Faults
 from rollstream.learner.collection import NeedsReader
 from rollstream.learner.inbox import Inbox
 from rollstream.learner.job_run import JobRun, LearnerContext
@@ -152,7 +153,10 @@ class Worker:
         return bool(jobs)
 
     async def _serve(self, job: JobSubmitted, context: LearnerContext, *, is_alone: bool) -> bool:
-        """Take a job one piece further; False if it waits. Its own failure is an event and not the worker's end."""
+        """Take a job one piece further; False if it waits. Its own failure is an event and not the worker's end.
+
+        Any other exception ends the worker: a restart tries the same again, until it fails the job (see `Faults`).
+        """
         try:
             is_busy = await self._advance(job, context, is_alone=is_alone)
         except FencedError:
@@ -161,11 +165,23 @@ class Worker:
             await self._fail(job, context, error)
             raise
         except RollstreamError as error:
+            if self._ranks.is_stuck:
+                self._keep(job, error)
+                raise
             if isinstance(error, LogError) and not isinstance(error, TruncatedError):
                 raise
             await self._fail(job, context, error)
             return True
+        except Exception as error:
+            self._keep(job, error)
+            raise
         return is_busy
+
+    def _keep(self, job: JobSubmitted, error: BaseException) -> None:
+        """Keep an exception that ends this process, so that it does not end each one that is started after it."""
+        run = self._runs.get(job.model_group)
+        index = run.index if run is not None and run.job.job_id == job.job_id else None
+        Faults(self._checkpoints, job, self._ranks.index).keep(error, index, is_certain=self._ranks.is_stuck)
 
     async def _advance(self, job: JobSubmitted, context: LearnerContext, *, is_alone: bool) -> bool:
         run = self._runs.get(job.model_group)

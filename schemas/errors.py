@@ -31,6 +31,7 @@ own.
 """
 
 import difflib
+import errno
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +50,20 @@ NO_MEMORY = (
 """Parts of messages where memory ran out and the exception has no type of its own: torch's allocator on a CPU, CUDA
 outside of torch's allocator, Triton, and the libraries cuBLAS, cuDNN, cuSOLVER and cuSPARSE.
 """
+
+OF_DEVICE = (
+    "CUDA error",
+    "cuDNN error",
+    "CUBLAS_STATUS_",
+    "CUSOLVER_STATUS_",
+    "CUSPARSE_STATUS_",
+    "Triton Error [CUDA]",
+)
+"""Parts of messages about a GPU that this process may not be able to use any more."""
+OF_DISKS = (errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE)
+"""Numbers of errors of a disk that is full, or of a file system that has failed."""
+OF_PROCESSES = ("gloo/transport", "NCCL")
+"""Parts of messages about a connection to other processes of a torchrun."""
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _OF_PACKAGES = frozenset({"site-packages", "dist-packages"})
@@ -316,8 +331,35 @@ def _is_of(frame: FrameType, package: str) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that a device, or the machine, has no memory left: by its type, or by its message."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}  # torch is not imported here
-    if not kinds.isdisjoint(("OutOfMemoryError", "MemoryError")):
+    return _is_one_of(error, ("OutOfMemoryError", "MemoryError"), NO_MEMORY)
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Whether an exception comes from a GPU, which only another process may be able to use again."""
+    return not is_out_of_memory(error) and _is_one_of(error, ("AcceleratorError",), OF_DEVICE)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an exception comes from outside of the process, so that another start may not have it.
+
+    That is a file system, a disk, a network, the broker, or another process that trained with this one and has ended.
+    """
+    if isinstance(error, (OSError, LogError, StoreUnavailableError)):
+        return not isinstance(error, TruncatedError)
+    return _is_one_of(error, ("DistError", "KafkaError"), OF_PROCESSES) or _is_of_disk(error.__cause__)
+
+
+def _is_of_disk(cause: BaseException | None) -> bool:
+    """Whether a disk is behind an exception of others' code, which may have another type, as of a compiler's."""
+    if cause is None or (isinstance(cause, OSError) and cause.errno in OF_DISKS):
+        return cause is not None
+    return _is_of_disk(cause.__cause__)
+
+
+def _is_one_of(error: BaseException, names: Iterable[str], messages: Iterable[str]) -> bool:
+    """Whether an exception has a class of such a name, or a part of such a message."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # torch and aiokafka are not imported here
+    if not kinds.isdisjoint(names):
         return True
     message = _message(error)
-    return any(part in message for part in NO_MEMORY)
+    return any(part in message for part in messages)

@@ -26,6 +26,7 @@ from rollstream.schemas.errors import (
     RunFailedError,
     describe,
     first_invalid,
+    is_of_device,
     is_out_of_memory,
     nearest,
 )
@@ -275,8 +276,8 @@ class _Users(Algorithm):
         except RollstreamError:
             raise
         except (Exception, SystemExit) as error:
-            if is_out_of_memory(error):
-                raise  # smaller micro-batches may fit
+            if is_out_of_memory(error) or is_of_device(error):
+                raise  # smaller micro-batches may fit; a device that failed is of no use to other jobs either
             logger.error("algorithm %s: %s raised%s", self._name, method, traceback_of(error))
             raise RunFailedError(f"algorithm {self._name}: {method} raised {describe(error)}") from error
         if not isinstance(found, kind):

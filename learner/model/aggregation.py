@@ -1,5 +1,5 @@
 """Aggregation of token losses to one number: a mini-batch's loss is divided once, by the total of all its
-micro-batches.
+micro-batches. Sums for the metrics.
 """
 
 from collections import defaultdict
@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rollstream.learner.algorithms.base import Normaliser
+from rollstream.learner.algorithms import off_policy
+from rollstream.learner.algorithms.base import Algorithm, Normaliser
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.ranks import Ranks
-from rollstream.schemas.errors import RunFailedError, called_at, describe, is_out_of_memory
+from rollstream.schemas.algorithm_settings import AlgorithmSettings
+from rollstream.schemas.errors import RunFailedError, called_at, describe, is_of_device, is_out_of_memory
 
 OF_AUTOGRAD = ("inplace operation", "graph a second time", "returned an invalid gradient")
 """Parts of torch's messages about a loss that has no gradient, raised outside of the code that computed it."""
@@ -27,12 +29,43 @@ def backward(share: Tensor, algorithm: str) -> None:
         share.backward()
     except Exception as error:
         is_of_loss = called_at(error) or any(text in str(error) for text in OF_AUTOGRAD)
-        if is_out_of_memory(error) or not is_of_loss:
+        if is_out_of_memory(error) or is_of_device(error) or not is_of_loss:
             raise
         raise RunFailedError(
             f"algorithm {algorithm}: the loss has no gradient: {describe(error)}; change no tensor in place, and keep "
             "none from call to call"
         ) from error
+
+
+def share_of(
+    tokens: TokenBatch,
+    aged: off_policy.AgedTokens | None,
+    algorithm: Algorithm,
+    settings: AlgorithmSettings,
+    normaliser: Normaliser,
+    divided: tuple[float, Mapping[str, float]],
+    sums: dict[str, Tensor],
+) -> Tensor:
+    """The share of a micro-batch in the loss of its mini-batch; what its loss counts is added to `sums`.
+
+    `aged`: how old its tokens are, where they are compared with the policies that sampled them. `divided`: the
+    mini-batch's `divisors`.
+    """
+    device = tokens.logprobs_N.device
+    if aged is not None:
+        _add(sums, off_policy.compared(tokens, aged), device)
+    tokens, seen = off_policy.applied(tokens, settings)
+    _add(sums, seen, device)
+    found = algorithm.loss(tokens, settings)
+    _add(sums, found.sums, device)
+    if settings.corrects_off_policy:
+        found = corrected_rows(found, tokens)
+    return aggregated(found, tokens, normaliser, *divided)
+
+
+def without_loss(logprobs_N: Tensor) -> Tensor:
+    """A share whose gradient is 0, for the backward pass of a process that failed: the others wait for it there."""
+    return logprobs_N.sum() * 0.0
 
 
 def corrected_rows(found: Losses, tokens: TokenBatch) -> Losses:
@@ -91,3 +124,16 @@ def divisors(
     parts = ranks.summed({f"of/{name}": value for name, value in counts.items()} | {"all": count})
     total = count if normaliser.by == "constant" else parts["all"]
     return total, {name.removeprefix("of/"): value for name, value in parts.items() if name != "all"}
+
+
+def _add(sums: dict[str, Tensor], found: Mapping[str, Tensor], device: torch.device) -> None:
+    """Add scalars to sums by name, in float64 on the device: reading one would wait for all that it computes."""
+    for name, value in found.items():
+        fine = value.detach().to(device, torch.float64, non_blocking=True)
+        sums[name] = sums[name] + fine if name in sums else fine + 0.0  # makes 0.0 of -0.0, as sums of floats do
+
+
+def fetched(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Sums as numbers, fetched from their device at once."""
+    values: list[float] = torch.stack(list(sums.values())).tolist() if sums else []
+    return dict(zip(sums, values, strict=True))

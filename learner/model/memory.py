@@ -51,15 +51,12 @@ def within_memory(subject: str, remedy: str = _SMALLER, *, alone: bool = True) -
 
 
 @contextmanager
-def in_optimizer_step(*, alone: bool) -> Iterator[None]:
-    """Raises RunFailedError with the remedy if memory runs out within: smaller micro-batches would not help.
-
-    Not `alone`, it flies, as `MicroBatchBudget` says.
-    """
+def in_optimizer_step() -> Iterator[None]:
+    """Raises RunFailedError with the remedy if memory runs out within: smaller micro-batches would not help."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not alone or not is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise RunFailedError(
             f"out of memory in the optimizer step ({_refused(error)}), which needs its state beside weights and "
@@ -93,9 +90,8 @@ class MicroBatchBudget:
     """Tokens of a micro-batch over the passes of a job's batches. A budget that was halved stays so."""
 
     def __init__(self, tokens: int, *, halves: bool = True) -> None:
-        """`tokens`: as the job says. Without `halves` running out of memory is an error that flies: where several
-        processes compute in step, one of them cannot begin a pass again. Half as many are then kept for the next ones,
-        see `keep`.
+        """`tokens`: as the job says. Without `halves` a pass is not begun again, because several processes
+        compute it in step: half as many are then kept for those that are started next, see `keep`, and the error flies.
         """
         self._halves = halves
         self._given = tokens
@@ -144,11 +140,11 @@ class MicroBatchBudget:
                 if not is_out_of_memory(error):
                     raise
                 refused, is_least = _refused(error), fixed is not None or num_units <= 1 or tokens <= 1
-                if not self._halves:
-                    self._leave(tokens, refused, is_least=is_least)
-                    raise
-                if is_least:
+                if is_least or not (self._halves or self._kept):
                     raise RunFailedError(_remedy(tokens, num_units, refused, is_recorded=fixed is not None)) from error
+                if not self._halves:
+                    self._leave(tokens, refused)
+                    raise
                 self._tokens = tokens // 2
             else:
                 self._passes.append(tokens)
@@ -165,10 +161,9 @@ class MicroBatchBudget:
             return self._given
         return self._recorded[at] if at < len(self._recorded) else None
 
-    def _leave(self, tokens: int, refused: str, *, is_least: bool) -> None:
+    def _leave(self, tokens: int, refused: str) -> None:
         """Leave half of the budget to the processes that will be started in place of these."""
-        if is_least or self._kept is None:
-            return
+        assert self._kept is not None
         try:
             self._kept.write(self._given, tokens // 2)
         except OSError as error:
@@ -240,7 +235,8 @@ def _remedy(tokens: int, num_units: int, refused: str, *, is_recorded: bool) -> 
             "replay it on a device with as much memory"
         )
     what = "one row or pair" if num_units <= 1 else f"micro-batches of {tokens} tokens"
+    smaller = "lower algorithm.max_tokens_per_micro_batch, " if min(num_units, tokens) > 1 else ""
     return (
-        f"out of memory with {what} ({refused}); train an adapter, shorten the completions, or take a device with "
-        "more memory"
+        f"out of memory with {what} ({refused}); {smaller}train an adapter, shorten the completions, or take a device "
+        "with more memory"
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollstream.learner.algorithms import off_policy
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Normaliser, Row
 from rollstream.learner.model import collate
-from rollstream.learner.model.aggregation import aggregated, backward, corrected_rows, divisors
+from rollstream.learner.model.aggregation import backward, divisors, fetched, share_of, without_loss
 from rollstream.learner.model.memory import MicroBatchBudget, in_optimizer_step
 from rollstream.learner.model.micro_batch import MicroBatch, TrainRow, Unit, moved
 from rollstream.learner.model.optimizer import learning_rate, set_learning_rate, take_step
@@ -144,7 +144,7 @@ def train_batch(
         sums = taken.budget.run(gradients, len(part))
         backed = time.monotonic()
         rate = learning_rate(settings.optimizer, index * planned + number, last_step)
-        with in_optimizer_step(alone=model.ranks.num == 1):
+        with in_optimizer_step():
             _take(model, optimizer, rate, sums, settings, taken)
         taken.seconds["forward_backward"] += backed - began - (taken.seconds["collate"] - collated)
         taken.seconds["optimizer"] += time.monotonic() - backed
@@ -221,42 +221,39 @@ def _gradients(
     began = time.monotonic()
     micro_batches = work.divide(part, max_tokens)
     work.taken.seconds["collate"] += time.monotonic() - began
-    model, algorithm, settings, reference = work.model, work.algorithm, work.settings, work.reference
+    model, settings, reference = work.model, work.settings, work.reference
     model.clear_gradients(len(micro_batches))
-    count, counts = divisors(micro_batches, work.normaliser, model.ranks)
+    divided = divisors(micro_batches, work.normaliser, model.ranks)
     chosen = settings.algorithm
     sums: dict[str, float] = defaultdict(float)
     found_sums: dict[str, Tensor] = {}
-    for micro_batch in micro_batches:
-        batch = micro_batch.to(model.device)
-        seen_sums = {} if batch.is_filler else found_sums
-        scores = {role: batch.on_mask(values) for role, values in batch.scores.items()}
-        if reference is not None:
-            scores["reference"] = reference.logprobs(batch, temperature=chosen.temperature)
-        logprobs_N, entropies_N = model.completion_terms(
-            batch,
-            temperature=chosen.temperature,
-            entropy_needs_grad=chosen.needs.entropy,
-            entropy=chosen.needs.entropy or chosen.calculate_entropy,
-        )
-        tokens = batch.as_tokens(logprobs_N, entropies_N, scores)._replace(revision=settings.revision)
-        if proximal is not None:
-            tokens = tokens._replace(proximal_N=torch.cat([proximal[row] for row in batch.rows]))
-        elif chosen.needs.proximal:
-            tokens = tokens._replace(proximal_N=logprobs_N.detach())
-        if version is not None:
-            _add(seen_sums, off_policy.compared(tokens, _aged(micro_batch, version, model.device)), model.device)
-        tokens, seen = off_policy.applied(tokens, chosen)
-        _add(seen_sums, seen, model.device)
-        found = algorithm.loss(tokens, chosen)
-        if chosen.corrects_off_policy:
-            found = corrected_rows(found, tokens)
-        share = aggregated(found, tokens, work.normaliser, count, counts)
-        backward(share * 0.0 if batch.is_filler else share, chosen.name)
-        _add(seen_sums, found.sums, model.device)
-        for name, value in _counted(micro_batch).items() if not batch.is_filler else ():
-            sums[name] += value
-    return model.ranks.summed(sums | _fetched(found_sums))
+    with model.ranks.collective():
+        for micro_batch in micro_batches:
+            batch = micro_batch.to(model.device)
+            scores = {role: batch.on_mask(values) for role, values in batch.scores.items()}
+            if reference is not None:
+                scores["reference"] = reference.logprobs(batch, temperature=chosen.temperature)
+            logprobs_N, entropies_N = model.completion_terms(
+                batch,
+                temperature=chosen.temperature,
+                entropy_needs_grad=chosen.needs.entropy,
+                entropy=chosen.needs.entropy or chosen.calculate_entropy,
+            )
+            tokens = batch.as_tokens(logprobs_N, entropies_N, scores)._replace(revision=settings.revision)
+            if proximal is not None:
+                tokens = tokens._replace(proximal_N=torch.cat([proximal[row] for row in batch.rows]))
+            elif chosen.needs.proximal:
+                tokens = tokens._replace(proximal_N=logprobs_N.detach())
+            aged = None if version is None else _aged(micro_batch, version, model.device)
+            seen_sums = {} if batch.is_filler else found_sums
+            share = model.ranks.tried(
+                partial(share_of, tokens, aged, work.algorithm, chosen, work.normaliser, divided, seen_sums),
+                partial(without_loss, logprobs_N),
+            )
+            backward(share * 0.0 if batch.is_filler else share, chosen.name)
+            for name, value in _counted(micro_batch).items() if not batch.is_filler else ():
+                sums[name] += value
+    return model.ranks.summed(sums | fetched(found_sums))
 
 
 def _aged(micro_batch: MicroBatch, version: int, device: torch.device) -> off_policy.AgedTokens:
@@ -283,13 +280,15 @@ def _proximal(
     def computed(max_tokens: int) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
         for part in parts:
-            for one in divide(part, max_tokens):
-                batch = one.to(model.device)
-                logprobs_N, _ = model.completion_terms(
-                    batch, temperature=temperature, entropy_needs_grad=False, entropy=False
-                )
-                if not batch.is_filler:
-                    found |= zip(batch.rows, logprobs_N.split(batch.lengths), strict=True)
+            micro_batches = divide(part, max_tokens)
+            with model.ranks.collective():
+                for one in micro_batches:
+                    batch = one.to(model.device)
+                    logprobs_N, _ = model.completion_terms(
+                        batch, temperature=temperature, entropy_needs_grad=False, entropy=False
+                    )
+                    if not batch.is_filler:
+                        found |= zip(batch.rows, logprobs_N.split(batch.lengths), strict=True)
         return found
 
     own = taken.budget.run(computed, max(map(len, parts), default=0))
@@ -351,19 +350,6 @@ def _result(
     return StepResult(len(taken.norms), int(counted[_TOTAL]), metrics, taken.seconds, torch.get_num_threads())
 
 
-def _add(sums: dict[str, Tensor], found: Mapping[str, Tensor], device: torch.device) -> None:
-    """Add scalars to sums by name, in float64 on the device: reading one would wait for all that it computes."""
-    for name, value in found.items():
-        fine = value.detach().to(device, torch.float64, non_blocking=True)
-        sums[name] = sums[name] + fine if name in sums else fine + 0.0  # makes 0.0 of -0.0, as sums of floats do
-
-
-def _fetched(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Sums as numbers, fetched from their device at once."""
-    values: list[float] = torch.stack(list(sums.values())).tolist() if sums else []
-    return dict(zip(sums, values, strict=True))
-
-
 def _take(
     model: PolicyModel,
     optimizer: torch.optim.Optimizer,
@@ -374,7 +360,8 @@ def _take(
 ) -> None:
     """One optimizer step with clipped gradients, or none if a sum or the gradient's norm is not finite."""
     parameters = [parameter for _, parameter in model.trainable()]
-    norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, settings.optimizer.max_grad_norm)))
+    with model.ranks.collective():
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, settings.optimizer.max_grad_norm)))
     odd = {name: value for name, value in {"the gradient's norm": norm, **sums}.items() if not math.isfinite(value)}
     if odd:
         _skip(odd, settings.optimizer.max_skipped_steps, taken)

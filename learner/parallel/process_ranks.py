@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 import torch
@@ -19,16 +19,21 @@ from torch.distributed.rendezvous import rendezvous
 
 from rollstream.learner.model.micro_batch import MicroBatch, Unit
 from rollstream.learner.model.ranks import Divide, Ranks
+from rollstream.learner.scoring.scores import Scores
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError, RollstreamError, RunFailedError
+from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
 from rollstream.schemas.settings import Device
+from rollstream.schemas.variables import MAX_JOB_ERROR, recordable
+
+T = TypeVar("T")
 
 PATIENCE = timedelta(days=365)
 """Timeout for messages from other processes: rank 0 may have no manifest for days, and torchrun ends all processes when
 one dies."""
-_FAILED, _DONE, _UNDONE = b"!", b"+", b"-"
-"""First byte of a process's message to the others: that it failed, or within `agreed` that it has done something or
-not.
+_FAILED, _AWAY, _DONE, _UNDONE = b"!", b"?", b"+", b"-"
+"""First byte of a process's message to the others: that it failed, or met an OSError, which may pass; or within
+`agreed` that it has done something or not. No other message begins so.
 """
 LOAD, DROP, END = "load", "drop", "end"
 """Commands of rank 0: to load a job's model, to let go of it, and its last one."""
@@ -38,9 +43,13 @@ LOAD, DROP, END = "load", "drop", "end"
 class _CommonWork:
     """The work of this process with the others, whichever job it is for."""
 
+    command: str = ""
     is_within: bool = False
     has_ended: bool = False
     """Another process has left it, because it failed."""
+    is_stuck: bool = False
+    failure: Exception | None = None
+    """An error of this process that the others do not know yet."""
 
 
 class Command(NamedTuple):
@@ -63,6 +72,10 @@ class ProcessRanks(Ranks):
         self._meshes: dict[str, DeviceMesh] = {}
         self._job_id = ""
         self._work = _CommonWork()
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._work.is_stuck
 
     def of_job(self, job_id: str) -> "ProcessRanks":
         found = copy.copy(self)
@@ -110,39 +123,57 @@ class ProcessRanks(Ranks):
 
     @contextmanager
     def together(self, command: str, data: bytes = b"") -> Iterator[None]:
-        """Raises RunFailedError if another process failed at it."""
-        if self._work.is_within:
+        """Raises RunFailedError if another process failed at it, OSError if that may pass.
+
+        A process that is stuck reports nothing: torchrun ends the others with it.
+        """
+        work = self._work
+        if work.is_within:
             yield
             return
         if self.index == 0:
             self.send(command, data)
-        self._work.is_within, self._work.has_ended = True, False
+        work.command, work.is_within, work.has_ended, work.failure = command, True, False, None
         try:
             yield
+            self.gathered(b"")
         except (RollstreamError, OSError) as error:
-            if not self._work.has_ended:
-                self.gathered(_FAILED + str(error).encode())
+            if not (work.has_ended or work.is_stuck):
+                self._exchanged(_reported(error))
             raise
-        else:
-            _check(self.gathered(b""), command)
         finally:
-            self._work.is_within = False
+            work.is_within = False
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._work.is_stuck = True
+            raise
+
+    def tried(self, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        if self._work.failure is None:
+            try:
+                return work()
+            except Exception as error:  # noqa: BLE001 -- raised in `gathered`
+                self._work.failure = error
+        return otherwise()
 
     def agreed(self, work: Callable[[], bytes], what: str) -> list[bytes]:
         """Within `together`: what the work of each process gave, by rank. No process goes on if that of one failed.
 
-        Raises what `work` raises, or RunFailedError that begins with `what`.
+        Raises what `work` raises, or RunFailedError (OSError, if that may pass) that begins with `what`.
         """
         failure: RollstreamError | OSError | None = None
         try:
             own = _DONE + work()
         except (RollstreamError, OSError) as error:
-            failure, own = error, _UNDONE + str(error).encode()
+            failure, own = error, _UNDONE + _reported(error)
         found = self.gathered(own)
-        self._work.has_ended = any(one[:1] not in (_DONE, _UNDONE) for one in found)  # it failed before it came here
         if failure is not None:
             raise failure
-        _check([b"" if one[:1] == _DONE else one for one in found], what)
+        _check([b"" if one[:1] == _DONE else one[1:] for one in found], what)
         return [one[1:] for one in found]
 
     def send(self, command: str, data: bytes = b"") -> None:
@@ -169,7 +200,18 @@ class ProcessRanks(Ranks):
         ]
 
     def gathered(self, data: bytes) -> list[bytes]:
-        """The bytes that every process gave, by rank."""
+        """The bytes that every process gave, by rank. Raises what `tried` kept; RunFailedError, or OSError if that may
+        pass, if another process has failed.
+        """
+        failure, self._work.failure = self._work.failure, None
+        if failure is not None:
+            raise failure
+        found = self._exchanged(data)
+        self._work.has_ended = any(one[:1] in (_FAILED, _AWAY) for one in found)
+        _check(found, self._work.command)
+        return found
+
+    def _exchanged(self, data: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self._control)
         longest = max(int(size) for size in sizes)
@@ -178,11 +220,23 @@ class ProcessRanks(Ranks):
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
+def _reported(error: RollstreamError | OSError) -> bytes:
+    """The message to the others about an error of this process, without secrets."""
+    text = recordable(str(error) or type(error).__name__, MAX_JOB_ERROR).encode()
+    return _AWAY + str(error.errno or 0).encode() + b" " + text if isinstance(error, OSError) else _FAILED + text
+
+
 def _check(found: Sequence[bytes], what: str) -> None:
-    """Raises RunFailedError with the messages of other processes that failed."""
-    failed = [f"process {rank}: {one[1:].decode() or 'it failed'}" for rank, one in enumerate(found) if one]
-    if failed:
-        raise RunFailedError(f"{what}: {'; '.join(failed)}")
+    """Raises the errors that processes reported: RunFailedError, or OSError if all of them may pass."""
+    failed = [(rank, one) for rank, one in enumerate(found) if one[:1] in (_FAILED, _AWAY)]
+    if not failed:
+        return
+    texts = [one[1:] if one[:1] == _FAILED else one.partition(b" ")[2] for _, one in failed]
+    named = [f"process {rank}: {text.decode()}" for (rank, _), text in zip(failed, texts, strict=True)]
+    message = f"{what}: {'; '.join(named)}"
+    if any(one[:1] == _FAILED for _, one in failed):
+        raise RunFailedError(message)
+    raise OSError(int(failed[0][1][1:].partition(b" ")[0]), message)
 
 
 def _tensor(data: bytes) -> Tensor:
@@ -218,3 +272,19 @@ def joined() -> Iterator[ProcessRanks]:
         yield ProcessRanks(local_index)
     finally:
         dist.destroy_process_group()
+
+
+def encoded(
+    planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores, budget: Mapping[str, Any]
+) -> bytes:
+    """Encode the arguments of `train` for other processes."""
+    events = [one.model_dump_json() for one in (planned, *trajectories)]
+    return orjson.dumps({"events": events, "budget": budget, **scores.as_json()})
+
+
+def decoded(data: bytes) -> tuple[BatchPlanned, list[TrajectoryAssembled], Scores, dict[str, Any]]:
+    """Decode the result of `encoded`."""
+    found = orjson.loads(data)
+    trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"][1:]]
+    planned = BatchPlanned.model_validate_json(found["events"][0])
+    return planned, trajectories, Scores.of_json(found), found["budget"]

@@ -52,7 +52,8 @@ class ShardedPolicy(PolicyModel):
         self._path = path
         self.selects_logprobs, self._why_apart = found[0]["selects_logprobs"], found[0]["why_apart"]
         self._longest_shared = float.fromhex(found[0]["longest_shared"])
-        self._shard(ranks)
+        with ranks.collective():
+            self._shard(ranks)
 
     def _load(
         self, settings: ModelSettings, ranks: ProcessRanks, seed: int, path: str | None, *, has_weights: bool
@@ -116,7 +117,7 @@ class ShardedPolicy(PolicyModel):
         """Weights as on one process, in rank 0; empty in the others, which contribute their shards of one tensor at a
         time.
         """
-        with self.ranks.together("weights"):
+        with self.ranks.together("weights"), self.ranks.collective():
             found = {name: self._published(value) for name, value in self.weights().items()}
         return found if self.ranks.index == 0 else {}
 
@@ -132,7 +133,7 @@ class ShardedPolicy(PolicyModel):
 
     def _assign(self, own: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         """`tensors`: whole, where those of rank 0 count, or shards; none in a process that takes those of rank 0."""
-        with torch.no_grad(), self.ranks.together("take_weights"):
+        with torch.no_grad(), self.ranks.together("take_weights"), self.ranks.collective():
             for name, value in own.items():
                 given = tensors[name] if tensors else torch.empty(value.shape, dtype=value.dtype)
                 value.copy_(sharded_like(value, given))

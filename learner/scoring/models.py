@@ -18,7 +18,7 @@ from rollstream.learner.model.loading import num_positions
 from rollstream.learner.model.memory import MicroBatchBudget, within_memory
 from rollstream.learner.model.micro_batch import MicroBatch, TrainRow
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
-from rollstream.learner.model.ranks import Ranks, of_all
+from rollstream.learner.model.ranks import Ranks, failing_the_job, of_all
 from rollstream.learner.model.step import micro_batch_tokens
 from rollstream.learner.scoring.index import scorers_of
 from rollstream.learner.scoring.scores import Logprobs, flat
@@ -108,7 +108,8 @@ class ScoringModels:
             rows += rows_of(trajectory, needs_logprobs=scorer.over_kept, member=member)
         rows_with_context = [self._with_context(row, contexts[row.member]) if contexts else row for row in rows]
         ranks = Ranks() if scorer.model else self._policy.ranks
-        with ranks.together("score", encoded(scorer, trajectories, contexts) if ranks.num > 1 else b""):
+        data = encoded(scorer, trajectories, contexts) if ranks.num > 1 else b""
+        with ranks.together("score", data), failing_the_job(f"scoring by the {scorer.role}", ranks):
             found = self._found(scorer, rows_with_context, [one.trajectory_id for one in trajectories])
         values = [[np.zeros(tokens.count(s.token_ids), np.float32) for s in one.sequences] for one in trajectories]
         for row, logprobs_N in zip(rows, found, strict=True):
@@ -208,10 +209,12 @@ class ScoringModels:
 
         def computed(max_tokens: int) -> dict[int, Tensor]:
             found: dict[int, Tensor] = {}
-            for one in model.ranks.divide(partial(plain, rows), lengths, units, max_tokens):
-                logprobs_N = asked.logprobs(one.to(model.device), temperature=temperature)
-                if not one.is_filler:
-                    found |= zip(one.rows, logprobs_N.split(one.lengths), strict=True)
+            micro_batches = model.ranks.divide(partial(plain, rows), lengths, units, max_tokens)
+            with model.ranks.collective():
+                for one in micro_batches:
+                    logprobs_N = asked.logprobs(one.to(model.device), temperature=temperature)
+                    if not one.is_filler:
+                        found |= zip(one.rows, logprobs_N.split(one.lengths), strict=True)
             return found
 
         budget = MicroBatchBudget(micro_batch_tokens(self._settings, model.device), halves=model.ranks.num == 1)

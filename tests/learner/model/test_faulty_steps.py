@@ -228,8 +228,11 @@ def test_of_several_processes_the_one_without_memory_leaves_half_of_the_budget_t
             begun().run(work, 8)
     assert begun().run(work, 8) == 16
     for others in (begun(()), begun(given=32), begun(job_id="r/other")):  # no row fits into what is recorded or given
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(RunFailedError, match="out of memory with"):
             others.run(work, 1)
+    without = MicroBatchBudget(64, halves=False)
+    with pytest.raises(RunFailedError, match="out of memory with micro-batches of 64 tokens"):
+        without.run(work, 8)  # as scores are computed, for which no budget is kept
     assert begun().run(work, 8) == 16
 
 

@@ -17,6 +17,7 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.learner.parallel.process_ranks import END, ProcessRanks, joined
 from rollstream.learner.service import follow
+from rollstream.schemas.algorithms import CustomSettings
 from rollstream.schemas.errors import VersionDivergedError
 from rollstream.schemas.events import (
     BatchPlanned,
@@ -32,6 +33,7 @@ from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.services import LearnerSettings
 from rollstream.schemas.settings import LoraSettings, ModelSettings, OptimizerSettings
 from tests.learner.conftest import Lab
+from tests.rigs.services.failing_algorithm import MESSAGE, NAME
 from tests.rigs.services.process_group import rank_of, together
 
 pytestmark = pytest.mark.slow
@@ -195,9 +197,11 @@ def test_one_process_continues_from_the_shards_of_two_and_explains_differing_bit
 
 
 @pytest.mark.kafka
-def test_a_killed_process_restarts_the_job_from_its_position(
+def test_a_killed_process_restarts_the_job_from_its_position_and_one_that_fails_alone_fails_the_next_job(
     lab: Any, own_broker: KafkaSettings, folder: Path, tmp_path: Path
 ) -> None:
+    errors: list[str] = []
+
     async def scenario() -> list[StepTrained]:
         async with KafkaLog(own_broker, client_id="lab") as log:
             await log.ensure_topics(num_partitions=6)
@@ -213,11 +217,33 @@ def test_a_killed_process_restarts_the_job_from_its_position(
                     previous = await wait_until(lab, torchrun, count + 1)
                     if count == 2:
                         await kill(torchrun, rank=0)
+                assert await lab.events("jobs", JobFailed) == fault_files(lab) == []
+                errors.extend(await failed_after_restart(lab, torchrun))
                 return previous
 
     steps = asyncio.run(scenario())
     assert [step.weights_sha256 for step in steps] == found_in(folder / "undisturbed")["hashes"]
     assert len({step.term for step in steps}) >= 3, (tmp_path / "learner.log").read_text()
+    (error,) = errors
+    assert error.startswith(f"manifest 0 ended process 1 of the learner: algorithm {NAME}: the loss has no gradient: ")
+    assert f"RuntimeError (failing_algorithm.py line 22, in fail): {MESSAGE}" in error
+
+
+async def failed_after_restart(lab: Any, torchrun: psutil.Process) -> list[str]:
+    """Errors of two jobs: in the backward pass of the first, process 1 fails where process 0 waits."""
+    algorithm = CustomSettings(name=NAME, options={"fails_in": "backward"})
+    planted = await lab.submit("planted", base_version=VERSIONS, **of_job(lab.model), algorithm=algorithm)
+    await lab.plan(planted, VERSIONS)
+    following = await lab.submit("following", base_version=VERSIONS, **of_job(lab.model))
+    await lab.plan(following, VERSIONS)
+    await wait_until(lab, torchrun, 2 * VERSIONS)
+    failed = await lab.events("jobs", JobFailed)
+    assert {one.job_id for one in failed} == {planted.job_id}
+    return [one.error for one in failed]
+
+
+def fault_files(lab: Any) -> list[Path]:
+    return list((lab.folder / "checkpoints").glob("*/fault.*"))
 
 
 @contextlib.contextmanager
@@ -232,7 +258,7 @@ def launched(lab: Any, kafka: KafkaSettings, folder: Path) -> Iterator[psutil.Pr
         num_partitions=6,
         model_groups=("run-1/main",),
         threads=1,
-        allow=(f"model:{lab.model}",),
+        allow=(f"model:{lab.model}", NAME),
     )
     file = folder / "settings.json"
     file.write_text(with_secrets(settings))

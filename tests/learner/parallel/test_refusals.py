@@ -14,7 +14,7 @@ from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.parallel.refusals import refused
 from rollstream.learner.scoring.models import ScoringModels
 from rollstream.learner.trainer import JobTrainer
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ConfigError, RunFailedError
 from rollstream.schemas.events import JobSubmitted
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import NEWEST_REVISION, JobSettings
@@ -68,14 +68,14 @@ def test_settings_that_several_processes_train_are_accepted(changes: dict[str, A
     assert refused(settings_of(changes)) == ""
 
 
-def test_memory_that_runs_out_while_several_score_flies_as_it_does_while_they_train(tiny_model: Path) -> None:
+def test_memory_that_runs_out_while_several_score_fails_the_job_with_the_remedy(tiny_model: Path) -> None:
     """One of several cannot begin a pass again: the others wait for it in another one."""
     settings = settings_of({"algorithm": {"name": "grpo", "kl_coefficient": 0.1}}, str(tiny_model))
     policy = PolicyModel(settings.model, seed=0)
     policy.ranks = TwoRanks()
     models = ScoringModels(policy, settings, Permissions.of([], {}), "algorithm.teacher")
     row = Row(np.arange(4, dtype=np.int32), np.arange(4) > 1, np.zeros(4, np.float32), 0)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RunFailedError, match=r"out of memory with .*lower algorithm\.max_tokens_per_micro_batch"):
         models._logprobs(policy, Refusing(), [TrainRow(row, row.mask)] * 4, 1.0)  # pyright: ignore[reportArgumentType]
     assert Refusing.asked == 1
 

@@ -1,0 +1,285 @@
+"""Unexpected exceptions while a job trains: the job fails, and the learner goes on; what passes is tried again."""
+
+import asyncio
+import errno
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollstream.learner.algorithms.builtin.grpo import Grpo
+from rollstream.learner.checkpoints.faults import Faults
+from rollstream.learner.model.policy import PolicyModel
+from rollstream.learner.publisher import Publisher
+from rollstream.schemas.algorithms import SftSettings
+from rollstream.schemas.errors import FencedError, LogError, RunFailedError, is_of_device, is_passing
+from rollstream.schemas.events import (
+    JobFailed,
+    JobSubmitted,
+    JobSucceeded,
+    LearnerClaimed,
+    StepTrained,
+    WeightsPublished,
+)
+from tests.learner.conftest import GROUP, RUN
+
+
+class AcceleratorError(RuntimeError):
+    """As torch raises it where a call of CUDA's own fails."""
+
+
+DEVICE_FAILED = AcceleratorError("CUDA error: unspecified launch failure")
+
+
+def failing(plain: Callable[..., Any], error: BaseException, first: int = 1, last: int = 1000) -> Callable[..., Any]:
+    """A method that raises at its calls from number `first` to `last`; the others do what it did."""
+    calls = itertools.count(1)
+
+    def call(*given: Any, **options: Any) -> Any:
+        if first <= next(calls) <= last:
+            raise error
+        return plain(*given, **options)
+
+    return call
+
+
+def fault_files(lab: Any) -> list[Path]:
+    return sorted((lab.folder / "checkpoints").glob("*/fault.*"))
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "error", "shown"),
+    [
+        (Grpo, "loss", AssertionError("a bug of ours"), "AssertionError (test_faults.py line"),
+        (PolicyModel, "completion_terms", RuntimeError("shape mismatch"), "RuntimeError (test_faults.py line"),
+        (torch.optim.AdamW, "step", ValueError("odd beta"), "ValueError (test_faults.py line"),
+        (Grpo, "prepare", KeyError("advantage"), "KeyError (test_faults.py line"),
+    ],
+    ids=["loss", "forward", "optimizer", "prepare"],
+)
+def test_an_unexpected_exception_fails_its_job_and_the_learner_goes_on(
+    lab: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: type,
+    method: str,
+    error: Exception,
+    shown: str,
+) -> None:
+    """The second manifest fails: the version of the first is published, and the next job begins from it."""
+    monkeypatch.setattr(owner, method, failing(getattr(owner, method), error, 2, 2))
+
+    async def scenario() -> None:
+        job = await lab.submit()
+        await lab.plan(job)
+        following = await lab.submit("next", base_version=1)
+        await lab.plan(following)
+        with caplog.at_level(logging.ERROR):
+            await lab.work(lab.has(JobSucceeded))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert failed.job_id == job.job_id
+        assert failed.error.startswith(f"training on manifest 1 raised {shown}")
+        assert failed.error.endswith(f"{error}; the learner's log has the traceback")
+        assert "Traceback (most recent call last)" in caplog.text
+        (succeeded,) = await lab.events("jobs", JobSucceeded)
+        assert (succeeded.job_id, succeeded.final_version) == (following.job_id, 4)
+        published = await lab.events("weights", WeightsPublished)
+        assert [one.version for one in published] == [0, 1, 2, 3, 4]
+        assert len(await lab.events("weights", LearnerClaimed)) == 1
+        assert fault_files(lab) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_job_of_another_model_group_is_trained_beside_one_that_fails(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Grpo, "loss", failing(Grpo.loss, AssertionError()))
+
+    async def scenario() -> None:
+        job = await lab.submit()
+        await lab.plan(job)
+        other = await lab.submit("sft", model_group=f"{RUN}/other", kind="sft", algorithm=SftSettings())
+        await lab.plan(other)
+        await lab.work(lab.has(JobSucceeded))
+        assert [one.job_id for one in await lab.events("jobs", JobFailed)] == [job.job_id]
+        assert [one.job_id for one in await lab.events("jobs", JobSucceeded)] == [other.job_id]
+
+    asyncio.run(scenario())
+
+
+def test_a_secret_in_an_exception_is_not_recorded(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOSS_API_KEY", "sk-planted-0123456789")
+    error = RuntimeError("401 for key sk-planted-0123456789\nat line 2")
+    monkeypatch.setattr(PolicyModel, "completion_terms", failing(PolicyModel.completion_terms, error))
+
+    async def scenario() -> None:
+        await lab.plan(await lab.submit())
+        await lab.work(lab.has(JobFailed))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert "401 for key ${LOSS_API_KEY} at line 2" in failed.error
+
+    asyncio.run(scenario())
+
+
+FULL_DISK = RuntimeError("the kernel cannot be compiled")
+FULL_DISK.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+PASSING = [
+    FULL_DISK,
+    OSError(errno.EIO, "Input/output error"),
+    ConnectionResetError("broker gone"),
+    TimeoutError("no answer"),
+    RuntimeError("[gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:4711"),
+    DEVICE_FAILED,
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=lambda one: str(one)[:20])
+def test_an_error_that_may_pass_ends_the_process_and_the_next_one_trains_the_job_whole(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def scenario() -> None:
+        undisturbed = type(lab)(tmp_path / "undisturbed", lab.model)
+        await undisturbed.plan(await undisturbed.submit())
+        await undisturbed.work(undisturbed.has(JobSucceeded))
+        await lab.plan(await lab.submit())
+        monkeypatch.setattr(PolicyModel, "completion_terms", failing(PolicyModel.completion_terms, error, 2, 2))
+        with pytest.raises(type(error)):
+            await lab.work(lab.has(JobSucceeded))
+        assert len(fault_files(lab)) == is_of_device(error)
+        await lab.work(lab.has(JobSucceeded))
+        assert await lab.outcome() == await undisturbed.outcome()
+        assert fault_files(lab) == []
+        assert await lab.events("jobs", JobFailed) == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "error"),
+    [
+        (PolicyModel, "completion_terms", DEVICE_FAILED),
+        (Publisher, "publish_step", KeyError("a bug outside of training")),
+    ],
+    ids=["device", "shell"],
+)
+def test_an_exception_that_ends_a_second_process_at_the_same_manifest_fails_the_job(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, error: Exception
+) -> None:
+    monkeypatch.setattr(owner, method, failing(getattr(owner, method), error, 2))
+
+    async def scenario() -> None:
+        job = await lab.submit()
+        await lab.plan(job)
+        ends = 0
+        while not await lab.events("jobs", JobFailed):
+            assert ends < 4
+            try:
+                await lab.work(lab.has(JobFailed))
+            except type(error):
+                ends += 1
+        assert ends >= 2
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert failed.job_id == job.job_id
+        assert f"ended process 0 of the learner: {type(error).__name__} (test_faults.py line" in failed.error
+        monkeypatch.undo()
+        following = await lab.submit("next", base_version=max([0, *await versions(lab)]))
+        await lab.plan(following)
+        await lab.work(lab.has(JobSucceeded))
+        published = await versions(lab)
+        assert published == sorted(set(published))
+
+    asyncio.run(scenario())
+
+
+async def versions(lab: Any) -> list[int]:
+    return [one.version for one in await lab.events("weights", WeightsPublished)]
+
+
+def test_a_learner_that_was_replaced_records_no_failure(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, may_fail = threading.Event(), threading.Event()
+
+    def loss(self: Grpo, tokens: Any, settings: Any) -> Any:
+        began.set()
+        may_fail.wait(30)
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(Grpo, "loss", loss)
+
+    async def claimed() -> bool:
+        if began.is_set() and not may_fail.is_set():
+            claim = {"model_group": GROUP, "term": 2, "learner": "learner-1"}
+            await lab.log.send(LearnerClaimed(run_id=RUN, time_ms=2, **claim))
+            may_fail.set()
+        return False
+
+    async def scenario() -> None:
+        await lab.plan(await lab.submit())
+        with pytest.raises(FencedError):
+            await lab.work(claimed)
+        assert await lab.events("jobs", JobFailed) == []
+        assert await lab.events("weights", StepTrained) == []
+
+    asyncio.run(scenario())
+
+
+def job_of(name: str = "rl") -> JobSubmitted:
+    return JobSubmitted.model_construct(job_id=f"{RUN}/{name}", model_group=GROUP)
+
+
+def test_a_fault_counts_for_its_job_its_manifest_and_its_type(tmp_path: Path) -> None:
+    faults = Faults(tmp_path, job_of())
+    for index, error in ((3, DEVICE_FAILED), (4, DEVICE_FAILED), (4, KeyError("x")), (None, KeyError("x"))):
+        faults.keep(error, index, is_certain=False)
+        for other in (None, 3, 4):
+            faults.check(other)
+    faults.keep(KeyError("x"), None, is_certain=False)
+    faults.check(3)
+    Faults(tmp_path, job_of("next")).check(None)
+    with pytest.raises(RunFailedError, match="the job's start ended process 0 of the learner: KeyError"):
+        faults.check(None)
+
+
+def test_a_certain_fault_of_another_process_counts_at_once_unless_it_is_of_the_device(tmp_path: Path) -> None:
+    first, second = Faults(tmp_path, job_of()), Faults(tmp_path, job_of(), 1)
+    second.keep(DEVICE_FAILED, 5, is_certain=True)
+    first.check(5)
+    second.keep(RuntimeError("boom"), 5, is_certain=True)
+    with pytest.raises(RunFailedError, match="manifest 5 ended process 1 of the learner: RuntimeError: boom;"):
+        first.check(5)
+    first.forget(4)
+    with pytest.raises(RunFailedError):
+        first.check(5)
+    first.forget(5)
+    first.check(5)
+
+
+def test_passing_errors_and_want_of_memory_are_not_kept(tmp_path: Path) -> None:
+    faults = Faults(tmp_path, job_of())
+    for error in (*PASSING[:-1], LogError("no broker"), torch.OutOfMemoryError("CUDA out of memory")):
+        faults.keep(error, 2, is_certain=True)
+    assert not list(tmp_path.rglob("fault.*"))
+
+
+def test_a_fault_that_cannot_be_read_is_ignored(tmp_path: Path) -> None:
+    faults = Faults(tmp_path, job_of())
+    faults.keep(KeyError("x"), 0, is_certain=True)
+    (file,) = tmp_path.rglob("fault.*")
+    file.write_text("{")
+    faults.check(0)
+    faults.forget(0)
+    assert not file.exists()
+
+
+def test_a_device_that_failed_is_not_taken_for_a_passing_error() -> None:
+    assert is_of_device(DEVICE_FAILED)
+    assert not is_passing(DEVICE_FAILED)
+    assert not is_of_device(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_of_device(AcceleratorError("CUDA error: out of memory"))
+    assert not is_passing(RuntimeError("shape mismatch"))
+    assert is_passing(torch.distributed.DistNetworkError("connection to the store was lost"))
