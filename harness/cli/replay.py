@@ -154,7 +154,8 @@ def _in_ranks(num: int, request: "ReplayRequest", compare: "Callable[[ReplayRequ
         try:
             report = compare(replace(request, ranks=ranks))
         except RollstreamError:  # on others torchrun ends the processes, which may still compute
-            ranks.send(END)
+            if not ranks.is_stuck:
+                ranks.send(END)
             raise
         ranks.send(END)
         return report

@@ -151,7 +151,7 @@ def one_start(folder: Path, model: Path) -> None:
     with joined() as ranks:
         if ranks.index:
             fail_in_steps()
-            follow(ranks, threads=1, permissions=permissions_of(model))
+            follow(ranks, threads=1, permitted=lambda _: permissions_of(model))
             return
         asyncio.run(of_one_start(folder, model, ranks))
         ranks.send(END)
@@ -217,7 +217,7 @@ def start(folder: Path, model: Path, error: Exception | None, changes: dict[str,
             if error is not None:
                 fail_in_forwards(error)
             checkpoints = folder / "checkpoints"
-            follow(ranks, threads=1, permissions=permissions_of(model), checkpoints=checkpoints)
+            follow(ranks, threads=1, permitted=lambda _: permissions_of(model), checkpoints=checkpoints)
             return
 
         async def scenario() -> None:
