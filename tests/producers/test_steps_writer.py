@@ -1,4 +1,4 @@
-"""The writer of a steps partition: what is put meanwhile goes together, in order, and nothing goes after a failure."""
+"""The writer of a steps partition and its clock: waiting events are sent together, in order, none after a failure."""
 
 import asyncio
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.producers.clock import EventClock
+from rollstream.producers.clock import EventClock, start_ms
 from rollstream.producers.steps_writer import Outbox, StepsWriter
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.events import RolloutEnded, Tick
@@ -23,7 +23,7 @@ class SlowLog(MemoryLog):
         self.fails = False
 
     async def send_all(self, events, *, partition=None):
-        self.sends.append([one.event.time_ms for one in events])
+        self.sends.append([codec.encode(one).event.time_ms for one in events])
         await self.gate.acquire()
         if self.fails:
             raise LogError("the disk is full")
@@ -93,7 +93,7 @@ def test_the_last_event_of_an_attempt_is_sent_once_all_others_are_acknowledged_a
     asyncio.run(main())
 
 
-def test_what_an_attempt_has_not_sent_when_it_is_left_is_dropped_and_whoever_waits_for_it_hears_of_that():
+def test_events_that_are_not_sent_when_their_attempt_is_left_are_dropped_and_a_wait_for_them_fails():
     async def main():
         log = SlowLog()
         writer = writer_of(log)
@@ -159,3 +159,19 @@ def test_a_pause_lets_what_is_sent_land_and_holds_the_rest_back_while_attempts_g
         assert log.sends == [[1], [2]]
 
     asyncio.run(main())
+
+
+def test_event_time_begins_at_the_newest_event_of_the_partition():
+    assert start_ms(5_000, wall=lambda: 9_000) == 5_000
+
+
+def test_an_empty_partition_begins_at_the_wall_clock():
+    assert start_ms(None, wall=lambda: 9_000) == 9_000
+
+
+def test_event_time_moves_by_the_monotonic_clock_alone():
+    now = [100.0]
+    clock = EventClock(5_000, monotonic=lambda: now[0])
+    assert clock() == 5_000
+    now[0] += 1.2345
+    assert clock() == 6_234
