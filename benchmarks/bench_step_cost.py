@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from workload import EVENTS_PER_GROUP, MEMBERS, STEPS_PER_GROUP, group_events
 
@@ -66,10 +65,7 @@ async def record(
     started = events[0]
     assert isinstance(started, RolloutStarted)
 
-    async def send(event: Any) -> None:
-        await writer.send(event)
-
-    async with Outbox(send) as outbox:
+    async with Outbox(writer) as outbox:
         journal = Journal(task, started.rollout_id, outbox.put, writer.clock)
         await journal.begin(member=started.member, attempt=0, seed=started.seed)
         for event in events[1:]:

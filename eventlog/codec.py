@@ -59,21 +59,19 @@ def encode(event: Event | Encoded) -> Encoded:
     if event.DIGEST_OF == "content":
         value = orjson.dumps(_fields(event), default=_fields, option=_ONLY_JSON)
         return Encoded(event.TOPIC, key, value, headers, event)
-    digested = _digested(event)
-    rest = {name: getattr(event, name) for name in event.UNDIGESTED}
-    value = b"%b,%b" % (digested, orjson.dumps(rest, option=_CANONICAL)[1:])
+    digested, rest = _parts(event)
     if event.DIGEST_OF == "record":
         headers += ((DIGESTED, b"%d" % len(digested)),)
+    value = b"%b,%b" % (digested, orjson.dumps(rest, option=_CANONICAL)[1:])
     return Encoded(event.TOPIC, key, value, headers, event, len(digested))
 
 
-def _digested(event: Event) -> bytes:
-    """JSON of an event's content without the closing brace, as its record has it."""
+def _parts(event: Event) -> tuple[bytes, dict[str, Any]]:
+    """JSON of an event's content without the closing brace, as its record has it, and its undigested fields."""
     content = _own_fields(event)
-    for name in event.UNDIGESTED:
-        content.pop(name, None)
+    rest = {name: content.pop(name) for name in event.UNDIGESTED}
     option = _ONLY_JSON if event.DIGEST_OF == "record" else _CANONICAL
-    return orjson.dumps(content, default=_fields, option=option)[:-1]
+    return orjson.dumps(content, default=_fields, option=option)[:-1], rest
 
 
 @cache
@@ -151,7 +149,7 @@ def digest_of(encoded: Encoded) -> str:
 def content_digest(event: Event) -> str:
     """sha256 (hex) of an event's JSON without the fields in `UNDIGESTED`; of what, its `DIGEST_OF` says."""
     if event.DIGEST_OF == "record":
-        written = _digested(event)
+        written, _ = _parts(event)
         return _sha256_of(written, len(written))
     return _digest(_own_fields(event), event.UNDIGESTED)
 

@@ -234,7 +234,7 @@ class EventLog(Protocol):
         """
         ...
 
-    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
         """Append events, as `send` does, in order (per partition); returns once all are acknowledged."""
         ...
 
@@ -308,6 +308,12 @@ def check_record_size(topic: str, key: bytes | None, value: bytes | None, header
         raise LogError(
             f"a record for topic {topic} has {size} bytes, more than the limit of {limit}; make its content smaller"
         )
+
+
+def check_event_size(encoded: Encoded) -> None:
+    """`check_record_size` of an event. Key and headers repeat ids of its value, so with a small one they are small."""
+    if len(encoded.value) > TOPICS[encoded.topic].max_record_bytes // 8:
+        check_record_size(encoded.topic, encoded.key, encoded.value, encoded.headers)
 
 
 def unknown_topic(topic: str) -> TopicError:

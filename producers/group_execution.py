@@ -306,7 +306,8 @@ class GroupExecution:
 
     async def _run_attempt(self, member: int, attempt: int) -> None:
         before = self._continued.pop((member, attempt), None)
-        async with Outbox(functools.partial(self._send, member=member, attempt=attempt)) as outbox:
+        landed = functools.partial(self._landed, member=member, attempt=attempt)
+        async with Outbox(self._writer, landed) as outbox:
             await self._producer.rollout(
                 self.task,
                 member=member,
@@ -322,11 +323,12 @@ class GroupExecution:
                 raise RuntimeError(f"{self._rollout_id(member, attempt)} returned without a terminal event")
 
     async def _send(self, encoded: Encoded, member: int, attempt: int) -> None:
+        await self._writer.send(encoded)
+        self._landed(encoded, member, attempt)
+
+    def _landed(self, encoded: Encoded, member: int, attempt: int) -> None:
         assert self.state is not None
         event = encoded.event
-        if isinstance(event, RolloutEnded):
-            failpoint("producer/before-rollout-ended")
-        await self._writer.send(encoded)
         if isinstance(event, StepRecorded):
             failpoint("producer/after-step")
         elif isinstance(event, RolloutStarted):

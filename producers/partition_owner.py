@@ -209,6 +209,7 @@ class PartitionOwner:
             task.cancel()
         if self._working:
             await asyncio.wait(self._working)
+        await self._writer.close()
 
     def _drop_orphans(self) -> None:
         """A task is committed once its group is settled: an open group without a task was started again by a zombie."""

@@ -1,15 +1,17 @@
-"""Writer of events to a steps partition: explicitly to that partition, in order within an attempt, many attempts at
-once.
+"""Writer of events to a steps partition: explicitly to that partition, in the order in which they were put, those of
+many attempts together.
 
-Within an attempt an event is sent once the one before it is acknowledged, while the rollout goes on; the client
-batches across attempts. Only the terminal event is waited for.
+What is put while a send is in progress is sent once that is acknowledged, while the rollouts go on. The terminal event
+of an attempt is sent once all before it are acknowledged, and only it is waited for.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable
+import contextvars
+from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
+from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import Encoded, EventLog, TopicPartition, check_kept
 from rollstream.producers.clock import EventClock
 from rollstream.schemas.errors import LogError
@@ -21,6 +23,21 @@ MAX_WAITING = 64
 _TERMINAL = (RolloutEnded, RolloutFailed)
 
 
+class Poster(Protocol):
+    """The one who put an event, and hears what became of it."""
+
+    is_left: bool
+    """Whether what is not sent yet is to be dropped."""
+
+    def landed(self, event: Encoded, offset: int) -> None:
+        """The event is acknowledged."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """The event was not acknowledged, and nothing more is sent."""
+        ...
+
+
 class StepsWriter:
     """The owner's end of one steps partition: its clock, and how far acknowledged sends reach."""
 
@@ -30,48 +47,46 @@ class StepsWriter:
         self.clock = clock
         self._log = log
         self._next_offset = next_offset
-        self._in_flight: dict[int, int] = {}
-        self._num_sent = 0
-        self._landing = asyncio.Event()
+        self._waiting: list[tuple[Encoded, Poster]] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._in_flight: asyncio.Future[None] | None = None
+        """Done once what is being sent is acknowledged, or failed."""
+        self._failure: BaseException | None = None
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._own: set[int] = set()
         """Offsets of own records from `_checked_until` on."""
         self._checked_until = next_offset
 
+    def post(self, event: Encoded, poster: Poster) -> None:
+        """Append an event after those that were put before it; held back while paused. Raises what a send raised."""
+        if self._failure is not None:
+            raise self._failure
+        self._waiting.append((event, poster))
+        if self._sender is None:  # in a context of its own: user code may have put the event
+            loop = asyncio.get_running_loop()
+            self._sender = loop.create_task(self._send_waiting(), context=contextvars.Context())
+
     async def send(self, event: Encoded) -> int:
         """Append an event; returns its offset once it is acknowledged. Waits while paused.
 
         Raises TruncatedError if it is before the last known one: the partition was created again.
         """
-        if not self._resumed.is_set():
-            await self._resumed.wait()
-        number, self._num_sent = self._num_sent, self._num_sent + 1
-        known = self._in_flight[number] = self._next_offset
+        sent = _Sent()
+        self.post(event, sent)
         try:
-            sent = await self._log.send_raw(
-                event.topic, key=event.key, value=event.value, headers=event.headers, partition=self.partition
-            )
-            offset = sent.offset
+            return await sent.offset
         finally:
-            del self._in_flight[number]
-            self._landing.set()
-        if 0 <= offset < known:  # -1: sent again after a time so long that Kafka knows its place no more
-            check_kept(TopicPartition("steps", self.partition), known, 0, offset)
-        self._own.add(offset)
-        self._next_offset = max(self._next_offset, offset + 1)
-        return offset
+            sent.is_left = True
 
     def floor(self) -> int:
         """No event in flight has an offset below this one."""
-        return min(self._in_flight.values(), default=self._next_offset)
+        return self._next_offset
 
     async def landed(self) -> None:
         """Wait until all that was sent before is acknowledged."""
-        num_sent = self._num_sent
-        while min(self._in_flight, default=num_sent) < num_sent:
-            self._landing.clear()
-            await self._landing.wait()
+        if self._in_flight is not None:
+            await asyncio.wait({self._in_flight})
 
     async def pause(self) -> None:
         """Let what is in flight land, and hold back what is sent from now on."""
@@ -81,6 +96,12 @@ class StepsWriter:
     def resume(self) -> None:
         """Send on."""
         self._resumed.set()
+
+    async def close(self) -> None:
+        """Write nothing more."""
+        if self._sender is not None:
+            self._sender.cancel()
+            await asyncio.wait({self._sender})
 
     @property
     def is_paused(self) -> bool:
@@ -99,17 +120,67 @@ class StepsWriter:
         self._checked_until = max(self._checked_until, floor)
         return foreign
 
+    async def _send_waiting(self) -> None:
+        taken: list[tuple[Encoded, Poster]] = []
+        try:
+            while self._waiting:
+                await self._resumed.wait()
+                taken, self._waiting = [one for one in self._waiting if not one[1].is_left], []
+                await self._send(taken)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 -- it ends those who wait, and by them the worker
+            self._failure = error
+            for _, poster in (*taken, *self._waiting):
+                poster.failed(error)
+        finally:
+            self._sender = None
+
+    async def _send(self, taken: list[tuple[Encoded, Poster]]) -> None:
+        known = self._next_offset
+        self._in_flight = asyncio.get_running_loop().create_future()
+        try:
+            sent = await self._log.send_all([event for event, _ in taken], partition=self.partition)
+        finally:
+            self._in_flight.set_result(None)
+            self._in_flight = None
+        for (event, poster), (_, _, offset) in zip(taken, sent, strict=True):
+            if 0 <= offset < known:  # -1: sent again after a time so long that Kafka knows its place no more
+                check_kept(TopicPartition("steps", self.partition), known, 0, offset)
+            self._own.add(offset)
+            self._next_offset = max(self._next_offset, offset + 1)
+            poster.landed(event, offset)
+
+
+class _Sent:
+    """One event that is waited for."""
+
+    def __init__(self) -> None:
+        self.is_left = False
+        self.offset: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def landed(self, event: Encoded, offset: int) -> None:
+        if not self.offset.done():
+            self.offset.set_result(offset)
+
+    def failed(self, error: BaseException) -> None:
+        if not self.offset.done():
+            self.offset.set_exception(error)
+
 
 class Outbox:
     """Events of one attempt on their way. As a context manager: nothing is sent after it is left."""
 
-    def __init__(self, send: Callable[[Encoded], Awaitable[None]]) -> None:
-        self._send = send
-        self._waiting: deque[Encoded] = deque()
-        self._sender: asyncio.Task[None] | None = None
+    def __init__(self, writer: StepsWriter, on_landed: Callable[[Encoded], None] = lambda event: None) -> None:
+        """`on_landed` is called with each event that is acknowledged, in order."""
+        self._writer = writer
+        self._on_landed = on_landed
         self._num_put = 0
-        self._num_sent = 0
-        self._landing = asyncio.Event()
+        self._num_landed = 0
+        self._failure: BaseException | None = None
+        self._changed: asyncio.Future[None] | None = None
+        """Awaited by `acknowledged`."""
+        self.is_left = False
         self.terminal: RolloutEnded | RolloutFailed | None = None
         """Set once it is acknowledged."""
 
@@ -119,29 +190,43 @@ class Outbox:
         Waits when many are on their way: an environment that never stops must not keep all others from their turn.
         Raises what an earlier send raised.
         """
-        if self._sender is not None and self._sender.done():
-            self._sender.result()
-            self._sender = None
-        self._waiting.append(encoded)
+        event = encoded.event
+        is_terminal = isinstance(event, _TERMINAL)
+        if is_terminal:
+            await self.acknowledged()
+        if isinstance(event, RolloutEnded):
+            failpoint("producer/before-rollout-ended")
+        if self._failure is not None:
+            raise self._failure
+        self._writer.post(encoded, self)
         self._num_put += 1
-        if self._sender is None:
-            self._sender = asyncio.create_task(self._drain())
-        if isinstance(encoded.event, _TERMINAL):
-            await self._sender
-            self.terminal = self.terminal or encoded.event
-        elif len(self._waiting) >= MAX_WAITING:
-            await asyncio.wait({self._sender})
+        if is_terminal or self._num_put - self._num_landed > MAX_WAITING:
+            await self.acknowledged()
+        if isinstance(event, _TERMINAL):
+            self.terminal = self.terminal or event
 
     async def acknowledged(self) -> None:
         """Return once all that was put so far is acknowledged. Raises what a send raised."""
         num_put = self._num_put
-        while self._num_sent < num_put:
-            if self._sender is None or self._sender.done():
-                if self._sender is not None and not self._sender.cancelled():
-                    self._sender.result()
+        while self._num_landed < num_put:
+            if self._failure is not None:
+                raise self._failure
+            if self.is_left:
                 raise LogError("the attempt has ended before its events were acknowledged")
-            self._landing.clear()
-            await self._landing.wait()
+            if self._changed is None:
+                self._changed = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._changed})
+
+    def landed(self, event: Encoded, offset: int) -> None:
+        """An event is acknowledged."""
+        self._num_landed += 1
+        self._on_landed(event)
+        self._wake()
+
+    def failed(self, error: BaseException) -> None:
+        """A send failed."""
+        self._failure = error
+        self._wake()
 
     async def __aenter__(self) -> "Outbox":
         return self
@@ -149,19 +234,12 @@ class Outbox:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._waiting.clear()
-        if self._sender is None:
-            return
-        self._sender.cancel()
-        await asyncio.wait({self._sender})
-        if not self._sender.cancelled() and (failure := self._sender.exception()) is not None and kind is None:
-            raise failure
+        self.is_left = True
+        self._wake()
+        if self._failure is not None and kind is None:
+            raise self._failure
 
-    async def _drain(self) -> None:
-        try:
-            while self._waiting:
-                await self._send(self._waiting.popleft())
-                self._num_sent += 1
-                self._landing.set()
-        finally:
-            self._landing.set()
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set_result(None)
+            self._changed = None

@@ -34,6 +34,26 @@ def validator_of(model: type[Model]) -> Callable[[dict[str, Any]], Model]:
     return model.__pydantic_validator__.validate_python
 
 
+def maker_of(model: type[Model]) -> Callable[[dict[str, Any]], Model]:
+    """Maker of a model's objects from values that nothing checks or copies, at a sixth of the time of `validator_of`.
+
+    For what this program has made itself, of the fields' own types. A field with a `default_factory` has to be given.
+    """
+    defaults, put = {name: field.default for name, field in model.model_fields.items()}, object.__setattr__
+
+    def make(values: dict[str, Any]) -> Model:
+        made, content = model.__new__(model), defaults | values
+        if len(content) > len(defaults):
+            raise TypeError(f"{model.__name__} has no field {', '.join(values.keys() - defaults.keys())}")
+        put(made, "__dict__", content)
+        put(made, "__pydantic_fields_set__", set(values))
+        put(made, "__pydantic_extra__", None)
+        put(made, "__pydantic_private__", None)
+        return made
+
+    return make
+
+
 class Locator(BaseModel):
     """Position of a record in the log. Always outside digests: content decides equality, not position."""
 

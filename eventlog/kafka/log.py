@@ -26,6 +26,7 @@ from rollstream.eventlog.log import (
     Position,
     Record,
     TopicPartition,
+    check_event_size,
     check_record_size,
     partition_of,
     unknown_topic,
@@ -152,12 +153,13 @@ class KafkaLog(OpenedByBlock):
             encoded.topic, key=encoded.key, value=encoded.value, headers=encoded.headers, partition=partition
         )
 
-    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
         """Append events in order (per partition); returns once all are acknowledged."""
         sent: list[tuple[str, asyncio.Future[Any]]] = []
         for event in events:
             encoded = encode(event)
-            future = await self._enqueue(encoded.topic, encoded.key, encoded.value, encoded.headers, None)
+            check_event_size(encoded)
+            future = await self._enqueue(encoded.topic, encoded.key, encoded.value, encoded.headers, partition)
             sent.append((encoded.topic, future))
         return await self._acknowledged(sent)
 
@@ -171,6 +173,7 @@ class KafkaLog(OpenedByBlock):
         partition: int | None = None,
     ) -> Position:
         """Append a raw record, acknowledged by all replicas."""
+        check_record_size(topic, key, value, headers)
         future = await self._enqueue(topic, key, value, headers, partition)
         self._await_acknowledgement(topic, future)
         try:
@@ -257,7 +260,6 @@ class KafkaLog(OpenedByBlock):
     async def _enqueue(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Headers, partition: int | None
     ) -> "asyncio.Future[Any]":
-        check_record_size(topic, key, value, headers)
         count = self._num_partitions.get(topic) or await self.num_partitions(topic)
         chosen = partition_of(key or b"", count) if partition is None else partition
         if not 0 <= chosen < count:
@@ -284,8 +286,9 @@ class KafkaLog(OpenedByBlock):
         for topic, future in sent:
             self._await_acknowledgement(topic, future)
         try:
-            if len(sent) > 1:
-                await asyncio.wait({future for _, future in sent})
+            for _, future in sent:
+                if not future.done():  # those of a batch are all done with the first of them
+                    await asyncio.wait({future})
             return [await self._landed(topic, future) for topic, future in sent]
         finally:
             for _, future in sent:

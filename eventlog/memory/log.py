@@ -55,9 +55,9 @@ class MemoryLog:
         encoded = encode(event)
         return self._append(encoded.topic, encoded.key, encoded.value, encoded.headers, partition)
 
-    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
         """Append events in order."""
-        return [await self.send(event) for event in events]
+        return [await self.send(event, partition=partition) for event in events]
 
     async def send_raw(
         self,

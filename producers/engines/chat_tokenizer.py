@@ -16,6 +16,9 @@ MAX_CHARACTERS = 1 << 23
 MAX_TOKEN_TEXTS = 1 << 18
 """Maximum number of remembered texts of single tokens: enough for all of most vocabularies."""
 _PROBE = "a b  c\n0 <|im_end|> \u00e9\u4e2d"
+_PROBE_CHAT = [{"role": "user", "content": _PROBE}]
+_RENDERED = {"tokenize", "add_generation_prompt", "tools"}
+"""Options that `_template_of` knows."""
 Value = TypeVar("Value")
 
 
@@ -53,6 +56,7 @@ class ChatTokenizer:
         self._token_texts: dict[tuple[int, bool], str] = {}
         """Texts of single tokens, of which every answer is composed; bounded by MAX_TOKEN_TEXTS."""
         self._backend = _backend_of(tokenizer)
+        self._template = _template_of(tokenizer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapped, name)
@@ -65,7 +69,7 @@ class ChatTokenizer:
             return self.wrapped.apply_chat_template(conversation, **options)
         if options.get("tokenize", True):
             return self.wrapped.apply_chat_template(conversation, **options)
-        return self._texts.get(key, 3 * len(key), lambda: self.wrapped.apply_chat_template(conversation, **options))
+        return self._texts.get(key, 3 * len(key), lambda: self._written(conversation, options))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, in a list of the caller's own."""
@@ -83,6 +87,11 @@ class ChatTokenizer:
             if len(self._token_texts) < MAX_TOKEN_TEXTS:
                 self._token_texts[key] = text
         return text
+
+    def _written(self, conversation: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        if self._template is None or not conversation or options.keys() - _RENDERED:
+            return self.wrapped.apply_chat_template(conversation, **options)
+        return self._template(conversation, **options)
 
     def _decoded(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         if self._backend is None:
@@ -107,3 +116,26 @@ def _backend_of(tokenizer: Any) -> Any:
         if tokenizer.decode(ids) != backend.decode(list(ids), skip_special_tokens=False):
             return None
     return backend
+
+
+def _template_of(tokenizer: Any) -> Callable[..., str] | None:
+    """The chat template below `apply_chat_template`, which looks it up and copies jinja's globals for each text, at six
+    times the cost of a short one; None where it gives another text, or there is none.
+    """
+
+    def render(
+        conversation: list[dict[str, Any]], *, tools: Any = None, add_generation_prompt: bool = False, **_: Any
+    ) -> str:
+        variables = {"messages": conversation, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        context = template.new_context(constant | variables, shared=True)
+        return template.environment.concat(template.root_render_func(context))
+
+    try:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        template = _compile_jinja_template(tokenizer.chat_template)
+        constant = {**template.globals, **tokenizer.special_tokens_map, "documents": None}
+        expected = tokenizer.apply_chat_template(_PROBE_CHAT, tokenize=False, add_generation_prompt=True)
+        return render if render(_PROBE_CHAT, add_generation_prompt=True) == expected else None
+    except Exception:  # noqa: BLE001 -- a template is a program by the model's maker and may raise anything
+        return None

@@ -36,7 +36,8 @@ class GuessNumber(Environment):
 
     async def run(self, session: Session) -> None:
         """Guess until found or out of turns. The secret is the example's `secret`, or drawn from the task's seed."""
-        secret = session.inputs.get("secret", session.task_rng.randint(self._low, self._high))
+        secret = session.inputs.get("secret")
+        secret = session.task_rng.randint(self._low, self._high) if secret is None else secret
         messages: list[Message] = [{"role": "user", "content": ASK}]
         for turn in range(min(self._max_turns, session.max_turns)):
             reply = await session.chat(messages)

@@ -7,12 +7,12 @@ import hashlib
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
 
 from rollstream.producers.engines.base import Generation, Tokenizer
 from rollstream.schemas import tokens
-from rollstream.schemas.base import validator_of
+from rollstream.schemas.base import maker_of, validator_of
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
 
 _REWRITTEN = re.compile(r"\\[nrt\"]|[\W_]+")
@@ -20,13 +20,12 @@ _REWRITTEN = re.compile(r"\\[nrt\"]|[\W_]+")
 REASONED = "</think>"
 """Ends what chat templates leave out of an answer when they render it back."""
 Bridge = Callable[[list[int], list[int]], list[int] | None]
-_llm_call, _prefix = validator_of(LLMCall), validator_of(Prefix)
+_llm_call, _prefix = validator_of(LLMCall), maker_of(Prefix)
 MIN_SHARED = 32
 """Ids that a prompt must share with a part of an earlier call, to be written as its prefix."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """Ids to go on from: (P,) = the prefix's ids and the new ones."""
 
     text: str
@@ -127,7 +126,7 @@ class Conversation:
         """
         if token_ids is not None:
             exact = self.continue_from_ids(token_ids)
-            return replace(exact, text=text, uses=self._used_in(text, exact.prefix))
+            return exact._replace(text=text, uses=self._used_in(text, exact.prefix))
         best = self._stems.longest(text)
         if best is None:
             token_ids = array("i", self._tokenizer.encode(text, add_special_tokens=False))

@@ -50,13 +50,6 @@ class CallOptions:
         """Data for the chat template and the record beside the messages."""
         return {"tools": list(self.tools)} if self.tools else {}
 
-    def rendered(self, messages: list[dict[str, Any]], tokenizer: Tokenizer) -> str:
-        """The prompt: messages as the chat template writes them, unless it is given as it is."""
-        if self.text is not None:
-            return self.text
-        exact = call_arguments.for_template(messages)
-        return tokenizer.apply_chat_template(exact, tokenize=False, add_generation_prompt=True, **self.data)
-
     @classmethod
     def of(cls, step: StepRecorded) -> "CallOptions":
         """Options with which a recorded call was rendered."""
@@ -79,10 +72,6 @@ class CallOptions:
         if self.max_new_tokens is None or self.max_new_tokens >= sampling.max_new_tokens:
             return sampling
         return sampling.model_copy(update={"max_new_tokens": self.max_new_tokens})
-
-
-NO_OPTIONS = CallOptions()
-"""Options of a call that an environment makes without tools."""
 
 
 class OpenedRollout(Protocol):
@@ -124,7 +113,8 @@ class Gateway(Protocol):
 def rendered(messages: list[dict[str, Any]], tokenizer: Tokenizer, asked: CallOptions | None) -> str:
     """The prompt of messages. Raises ChatTemplateError for those of a program outside that the template refuses."""
     if asked is None:
-        return NO_OPTIONS.rendered(messages, tokenizer)
+        exact = call_arguments.for_template(messages)
+        return tokenizer.apply_chat_template(exact, tokenize=False, add_generation_prompt=True)
     if asked.text is not None:
         return asked.text
     return by_template(messages, tokenizer, **asked.data)

@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import Encoded, check_record_size
+from rollstream.eventlog.log import Encoded, check_event_size
 from rollstream.producers.rollout.continuing import RecordedAttempt
 from rollstream.schemas import ids
-from rollstream.schemas.base import Event, validator_of
+from rollstream.schemas.base import maker_of
 from rollstream.schemas.errors import EnvironmentRunError, LogError
 from rollstream.schemas.events import (
     RewardRecorded,
@@ -35,7 +35,7 @@ LOST_CALL = "lost_call"
 WORKFLOW = "<workflow>"
 """NAT's name of the function that the whole agent is."""
 
-_step = validator_of(StepRecorded)
+_step, _started, _ended = maker_of(StepRecorded), maker_of(RolloutStarted), maker_of(RolloutEnded)
 _URLS = uuid.NAMESPACE_URL.bytes
 _VARIANT = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
 
@@ -126,8 +126,8 @@ class Journal:
 
     async def begin(self, *, member: int, attempt: int, seed: int) -> None:
         """Emit RolloutStarted."""
-        started = RolloutStarted(**self._ids, time_ms=self.clock(), member=member, attempt=attempt, seed=seed)
-        await self._emit(codec.encode(started))
+        fields = {"time_ms": self.clock(), "member": member, "attempt": attempt, "seed": seed}
+        await self._emit(codec.encode(_started(self._ids | fields)))
 
     def restore(self, before: RecordedAttempt) -> None:
         """Go on after what another process recorded of this attempt."""
@@ -161,7 +161,8 @@ class Journal:
         return self._next_index - 1
 
     async def record_step(self, step_index: int, *, began_ms: int, **fields: Any) -> StepRecorded:
-        """Emit what happened at an opened step. `fields` are those of StepRecorded beside ids and event time.
+        """Emit what happened at an opened step. `fields` are those of StepRecorded beside ids and event time, of its
+        types.
 
         The step's own uuid, ancestry and times are made here unless they are among them.
         """
@@ -177,7 +178,7 @@ class Journal:
             **fields,
         }
         step = _step(content)
-        self._step_digests[step_index] = await self._put(step, f"step {step_index} ({step.event_type} {step.name})")
+        self._step_digests[step_index] = await self._put(step)
         self._steps[step_index] = step
         return step
 
@@ -198,7 +199,7 @@ class Journal:
             agent=agent,
             is_score=is_score,
         )
-        self._reward_digests[index] = await self._put(reward, f"reward {name}")
+        self._reward_digests[index] = await self._put(reward)
         self._rewards[index] = reward
 
     async def acknowledged(self) -> None:
@@ -215,26 +216,25 @@ class Journal:
     async def end(self, stop_reason: str, missing_scores: Mapping[str, str]) -> None:
         """Emit RolloutEnded: counts, the digest over the content of all steps, then all rewards, and missing scores."""
         digests = [found[index] for found in (self._step_digests, self._reward_digests) for index in sorted(found)]
-        event = RolloutEnded(
-            **self._ids,
-            time_ms=self.clock(),
-            num_steps=len(self._steps),
-            num_rewards=len(self._rewards),
-            digest=codec.chain(self.rollout_id, digests),
-            stop_reason=stop_reason,
-            missing_scores=dict(missing_scores),
-        )
-        await self._emit(codec.encode(event))
+        fields = {
+            "time_ms": self.clock(),
+            "num_steps": len(self._steps),
+            "num_rewards": len(self._rewards),
+            "digest": codec.chain(self.rollout_id, digests),
+            "stop_reason": stop_reason,
+            "missing_scores": dict(missing_scores),
+        }
+        await self._emit(codec.encode(_ended(self._ids | fields)))
 
     async def fail(self, cause: str, message: str, *, is_final: bool) -> None:
         """Emit RolloutFailed."""
         event = RolloutFailed(**self._ids, time_ms=self.clock(), cause=cause, message=message, is_final=is_final)
         await self._emit(codec.encode(event))
 
-    async def _put(self, event: Event, what: str) -> str:
+    async def _put(self, event: StepRecorded | RewardRecorded) -> str:
         """Emit an event; returns its digest."""
         self._check_open()
-        encoded = self._encoded(event, what)
+        encoded = self._encoded(event)
         digest = codec.digest_of(encoded)  # of what is sent: an environment may change what it recorded
         try:
             await self._emit(encoded)
@@ -243,13 +243,13 @@ class Journal:
             raise
         return digest
 
-    def _encoded(self, event: Event, what: str) -> Encoded:
+    def _encoded(self, event: StepRecorded | RewardRecorded) -> Encoded:
         """Raises EnvironmentRunError if no record can hold the event: the environment's fault, not the log's."""
         try:
             encoded = codec.encode(event)
-            check_record_size(encoded.topic, encoded.key, encoded.value, encoded.headers)
+            check_event_size(encoded)
         except (TypeError, ValueError, LogError) as error:
-            message = f"{what} cannot be recorded: {error}"
+            message = f"{_described(event)} cannot be recorded: {error}"
             self.refusal = self.refusal or message
             raise EnvironmentRunError(message) from error
         return encoded
@@ -257,6 +257,12 @@ class Journal:
     def _check_open(self) -> None:
         if self._is_closed:
             raise EnvironmentRunError(f"rollout {self.rollout_id} has ended; record only while it runs")
+
+
+def _described(event: StepRecorded | RewardRecorded) -> str:
+    if isinstance(event, RewardRecorded):
+        return f"reward {event.name}"
+    return f"step {event.step_index} ({event.event_type} {event.name})"
 
 
 def _are_equal(one: Any, other: Any) -> bool:

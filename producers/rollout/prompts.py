@@ -14,7 +14,7 @@ import orjson
 from rollstream.producers.engines.base import Tokenizer
 from rollstream.producers.rollout import call_arguments
 from rollstream.producers.rollout.conversation import Conversation, Prompt, history_with
-from rollstream.producers.rollout.gateway_interface import NO_OPTIONS, CallOptions, rendered
+from rollstream.producers.rollout.gateway_interface import CallOptions, rendered
 from rollstream.producers.rollout.rendering import renderer_for
 from rollstream.producers.rollout.reply import Message, Parse, Reply, is_list, parts_of, plain
 from rollstream.schemas.errors import EnvironmentRunError
@@ -33,13 +33,13 @@ def prompt_of(
     """Ids to go on from. `wanted`: the run's `renderer`. Raises EnvironmentRunError for a prompt without tokens, and
     the errors of `rendered`.
     """
-    asked, text = options or NO_OPTIONS, rendered(messages, tokenizer, options)
-    prompt = _bridged(conversation, text, messages, tokenizer, asked, wanted)
-    prompt = prompt or conversation.prompt(text, asked.token_ids)
+    text = rendered(messages, tokenizer, options)
+    bridged = options and _bridged(conversation, text, messages, tokenizer, options, wanted)
+    prompt = bridged or conversation.prompt(text, options and options.token_ids)
     if not prompt.token_ids:
         raise EnvironmentRunError("the chat template produces no tokens for these messages; add content")
-    history = history_of(messages, asked)
-    return replace(prompt, history=history) if history else prompt
+    history = options and history_of(messages, options)
+    return prompt._replace(history=history) if history else prompt
 
 
 def history_of(messages: Sequence[Mapping[str, Any]], asked: CallOptions) -> str:

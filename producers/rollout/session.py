@@ -55,6 +55,9 @@ class Session:
     these whatever its members must share (a secret, an opponent).
     """
 
+    task_rng = functools.cached_property(lambda self: random.Random(ids.derive_seed(self.task_seed, "world")))
+    rng = functools.cached_property(lambda self: random.Random(ids.derive_seed(self.seed, "member")))
+
     def __init__(
         self,
         task: TaskRequested,
@@ -75,10 +78,8 @@ class Session:
         """
         self.inputs: dict[str, Any] = copy.deepcopy(task.inputs)
         self.task_seed = task.seed
-        self.task_rng = random.Random(ids.derive_seed(task.seed, "world"))
         self.member = member
         self.seed = ids.member_seed(task.seed, member)
-        self.rng = random.Random(ids.derive_seed(self.seed, "member"))
         self.epoch = task.epoch
         self.purpose = task.purpose
         self.min_version = task.min_version
@@ -159,8 +160,7 @@ class Session:
 
         Its tokens have neither a version nor log-probabilities: it is for algorithms that imitate.
         """
-        group = self.model_group(agent)
-        sent = plain_messages(messages)
+        group, sent = self.model_group(agent), plain_messages(messages)
         prompt = self._prompt(self._conversation(agent, group), sent, group)
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
         generation = self._encoded(text, group)
@@ -225,6 +225,8 @@ class Session:
     async def tool(self, name: str, input: Any, output: Any, agent: str = "agent") -> int:
         """Record a tool call and its result (JSON values). Returns the step's index."""
         self.model_group(agent)
+        if not isinstance(name, str):
+            raise EnvironmentRunError(f"the name of a tool is a {type(name).__name__}; give a text")
         data = {"input": plain(input, f"input of tool {name}"), "output": plain(output, f"output of tool {name}")}
         step_index, now_ms = self._journal.open_step(), self._journal.clock()
         fields: dict[str, Any] = {"event_type": "TOOL_END", "name": name, "data": data}
@@ -244,8 +246,7 @@ class Session:
         playing = ImportContext(group, self._settings.policy, version, retokenise)
         conversation = self._conversation(agent, playing.model_group)
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
-        tokenizer = self._tokenizer(playing.model_group)
-        reading = read_step(step, step_index, playing, conversation, tokenizer)
+        reading = read_step(step, step_index, playing, conversation, self._tokenizer(playing.model_group))
         if step.event_type == "LLM_END":
             self.messages.pop(agent, None)  # earlier messages do not answer this call
             if step.chat is not None:
@@ -393,8 +394,7 @@ class Session:
 
     def _encoded(self, text: str, group: str) -> Generation:
         tokenizer = self._engine.tokenizer(group)
-        token_ids = tokenizer.encode(text, add_special_tokens=False)
-        return Generation((*token_ids, tokenizer.eos_token_id), (), (), "stop")
+        return Generation((*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id), (), (), "stop")
 
     def _engine_failed(self, error: Exception) -> None:
         self.failure = self.failure or Failure("engine_error", describe(error), error)

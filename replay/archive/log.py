@@ -118,7 +118,7 @@ class ExportLog(OpenedByBlock):
         """Raises LogError."""
         self._refuse()
 
-    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
         """Raises LogError."""
         self._refuse()
 

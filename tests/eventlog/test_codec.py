@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rollstream.eventlog.codec import chain, content_digest, decode, digest_of, encode
 from rollstream.eventlog.log import Encoded, Record, check_record_size
 from rollstream.producers.rollout.reply import Failure
-from rollstream.schemas.base import Event, Locator
+from rollstream.schemas.base import Event, Locator, maker_of
 from rollstream.schemas.errors import DecodeError, LogError
 from rollstream.schemas.events import KINDS, RewardRecorded, StepRecorded, TaskCancelled
 from rollstream.schemas.events.rollouts import FunctionAncestry, LLMCall, Prefix, VersionSpan
@@ -104,6 +104,22 @@ def test_a_record_has_pydantics_dump_of_its_event(kind: str) -> None:
         expected = orjson.dumps(dumped, option=order)[:-1] + b"," + last[1:]
     assert encode(event).value == expected
     assert set(event.__dict__) == set(type(event).model_fields)
+
+
+def test_an_event_that_is_made_without_validation_has_the_same_record() -> None:
+    fields = {"run_id": "r", "time_ms": 1, "group_id": "g", "rollout_id": "g/m0/a0", "step_index": 0, "uuid": "u"}
+    values: dict[str, Any] = {
+        "event_type": "TOOL_END",
+        "agent": "a",
+        **fields,
+        "llm": LLMCall(prompt_ids="", completion_ids=""),
+    }
+    valid, made = StepRecorded(**values), maker_of(StepRecorded)(values)
+    assert (made, made.model_copy(), encode(made).value) == (valid, valid, encode(valid).value)
+    with pytest.raises(TypeError, match="StepRecorded has no field colour"):
+        maker_of(StepRecorded)(values | {"colour": 1})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        encode(maker_of(StepRecorded)(fields))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

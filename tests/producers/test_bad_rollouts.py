@@ -14,9 +14,10 @@ import pytest
 from rollstream.eventlog import codec
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.producers.attempt import record_rollout
+from rollstream.producers.clock import EventClock
 from rollstream.producers.rollout import rewards
 from rollstream.producers.rollout.registry import register_environment, register_reward
-from rollstream.producers.steps_writer import MAX_WAITING, Outbox
+from rollstream.producers.steps_writer import MAX_WAITING, Outbox, StepsWriter
 from rollstream.schemas.events import Tick
 from rollstream.schemas.topics import TOPICS
 from tests.producers.conftest import answers, scripted, task_of
@@ -36,10 +37,7 @@ def play_on_a_log(tmp_path):
             log, counter = MemoryLog(num_partitions=1), itertools.count(1)
             engine = await scripted(tmp_path)
 
-            async def send(encoded):
-                await log.send(encoded.event, partition=0)
-
-            async with Outbox(send) as outbox:
+            async with Outbox(StepsWriter(log, 0, EventClock(0), 0)) as outbox:
                 async with asyncio.timeout(20):
                     await record_rollout(
                         task,
@@ -177,11 +175,13 @@ def test_an_attempt_that_is_faster_than_the_log_waits_for_it():
         ticks = [Tick(run_id="", time_ms=number, partition=0) for number in range(MAX_WAITING + 1)]
         *events, last = [codec.encode(tick) for tick in ticks]
 
-        async def send(event):
-            await gate.wait()
-            sent.append(event)
+        class Gated(MemoryLog):
+            async def send_all(self, events, *, partition=None):
+                await gate.wait()
+                sent.extend(events)
+                return await super().send_all(events, partition=partition)
 
-        async with Outbox(send) as outbox:
+        async with Outbox(StepsWriter(Gated(num_partitions=1), 0, EventClock(0), 0)) as outbox:
             async with asyncio.timeout(30):
                 for event in events:
                     await outbox.put(event)

@@ -1,6 +1,7 @@
 """State of a partition of steps for its new owner: open groups, what they lack, and where reading continues."""
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -310,7 +311,7 @@ def test_a_settled_task_that_is_sent_again_behind_an_open_one_is_not_run_by_the_
 def test_steps_of_a_repeated_task_are_not_passed_before_the_task_ahead_ends(monkeypatch, is_settled):
     runs: dict[str, Any] = {}
     producer: Any = SimpleNamespace(log=None, runs=None, name="p")
-    writer: Any = SimpleNamespace(partition=0, floor=lambda: 200, clock=lambda: 0)
+    writer: Any = SimpleNamespace(partition=0, floor=lambda: 200, clock=lambda: 0, close=partial(asyncio.sleep, 0))
 
     class Run:
         """Runs until it is told to end; its group begins at the task's number."""

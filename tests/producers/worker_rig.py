@@ -211,6 +211,12 @@ class Wire:
         await self._pass()
         return await self._log.send_raw(topic, **record)
 
+    async def send_all(self, events, *, partition=None):
+        return [
+            await self.send_raw(one.topic, key=one.key, value=one.value, headers=one.headers, partition=partition)
+            for one in events
+        ]
+
     async def _pass(self):
         if self._num_left is not None and not self.is_cut:
             self.is_cut = self._num_left == 0

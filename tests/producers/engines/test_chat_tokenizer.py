@@ -1,5 +1,6 @@
 """Tokenizers of rollouts: what transformers' own tokenizer returns, and bounded memory of it."""
 
+import copy
 from array import array
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,33 @@ def test_a_template_is_rendered_as_by_transformers_for_each_set_of_options(plain
     for opens in (True, False, True):
         expected = plain.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=opens)
         assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=opens) == expected
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    for options in (
+        {},
+        {"tools": tools},
+        {"chat_template": "{{ messages }}{{ tools }}{{ eos_token }}", "tools": tools},
+    ):
+        expected = plain.apply_chat_template(CHAT, tokenize=False, **options)
+        assert tokenizer.apply_chat_template(CHAT, tokenize=False, **options) == expected
     with_ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)
     assert with_ids["input_ids"] == plain.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+
+
+def test_a_template_sees_the_names_that_transformers_gives_it(plain: Any) -> None:
+    own = copy.deepcopy(plain)
+    own.chat_template = (
+        "{%- for message in messages %}\n  {{ message | tojson }}{{ message['content'].upper() }}{% endfor %}"
+        "{{ tools }}{{ documents }}{{ eos_token }}{{ missing }}{{ namespace(a=1).a }}"
+        "{% if tools %}{{ 1 / 0 }}{% endif %}"
+    )
+    tokenizer = ChatTokenizer(own)
+    expected = own.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer._template is not None
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == expected
+    with pytest.raises(ZeroDivisionError):
+        tokenizer.apply_chat_template(CHAT, tokenize=False, tools=[{}])
+    with pytest.raises(ValueError, match="empty conversation"):
+        tokenizer.apply_chat_template([], tokenize=False)
 
 
 def test_messages_are_distinguished_by_the_order_of_their_keys(plain: Any) -> None:
