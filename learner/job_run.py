@@ -105,17 +105,14 @@ class JobRun:
         self._trained: Trained | None = None
         """The batch before the next manifest, if its version is written while that is trained."""
         self._trainer: JobTrainer | None = None
+        self.index: int | None = None
+        """The manifest that is in work, until its version is written; None while the job is started."""
 
     @property
     def trainer(self) -> JobTrainer:
         """Model and optimizer; there from `start` on."""
         assert self._trainer is not None
         return self._trainer
-
-    @property
-    def index(self) -> int | None:
-        """The manifest that is in work; None while the job is started."""
-        return None if self._trainer is None else self._trainer.index
 
     @property
     def next_manifest(self) -> Manifest | None:
@@ -135,7 +132,8 @@ class JobRun:
             await self._stand_at(base)
         if checkpoint is not None:
             await self._resume(checkpoint)
-        self._idle_since = time.monotonic()
+        self._faults.forget_start()
+        self._idle_since, self.index = time.monotonic(), self._next_index
         logger.info("job=%s begins at manifest %s", self.job.job_id, self._next_index)
 
     async def advance(self, *, is_alone: bool = False) -> bool:
@@ -275,16 +273,17 @@ class JobRun:
     async def _train(self, manifest: Manifest, *, is_alone: bool) -> None:
         """Train one manifest, and write the version before meanwhile, if that is left to do. Then write its own."""
         planned, before = manifest.planned, self._trained
+        self.index = planned.index
         seconds = {**self._carried, "wait": time.monotonic() - self._idle_since}
         self._trained, self._carried = None, {}
         result = await (self._next_result(planned) if before is None else self._beside(before, planned))
-        self._faults.forget(planned.index)
         self._next_index, self._previous_sha256 = planned.index + 1, manifest.digest
         trained = Trained(manifest, result, seconds)
         if is_alone and self._may_be_beside(planned):
             self._trained = await self._writer.held(trained)
         else:
             self._carried = await self._writer.finish(trained, self._next_index)
+            self._faults.forget(planned.index)
         self._idle_since = time.monotonic()
 
     def _may_be_beside(self, planned: BatchPlanned) -> bool:
@@ -313,7 +312,9 @@ class JobRun:
         training.add_done_callback(lambda _: ended_s.append(time.monotonic()))
         try:
             await self._writer.finish(before, self._next_index)
+            self._faults.forget(before.manifest.planned.index)
         except BaseException:
+            self.index = before.manifest.planned.index
             in_use.abandon()
             training.cancel()
             raise

@@ -90,7 +90,7 @@ class JobTrainer:
         self.scoring = ScoringModels(self.model, self._settings, permissions, f"{location}.teacher")
         self._skipped_in_row = 0
         self.index: int | None = None
-        """The manifest that is trained, or the next one; None before the first one of this process."""
+        """The newest manifest that was trained, or is; None before the first one of this process."""
         self._budget = MicroBatchBudget(micro_batch_tokens(self._settings, self.model.device), halves=ranks.num == 1)
         if budget is not None and ranks.num > 1:
             self._budget.keep(KeptBudget(budget, job.job_id))
@@ -187,6 +187,7 @@ class JobTrainer:
         path = (checkpoint.path or Path()).absolute()
         with self.model.ranks.together("resume", str(path).encode()):
             tensors, like = checkpoint.tensors, self._like() if self.model.ranks.num > 1 else None
+            self.model.ranks.gathered(b"")  # whoever could not read it has told the others by now
             if not tensors:
                 tensors = read_shards(path, like)
             elif like is not None:
@@ -308,7 +309,6 @@ class JobTrainer:
                 budget=self._budget,
                 check=partial(self._check_lengths, trajectories),
             )
-        self.index = planned.index + 1
         self._statistics = dict(result.statistics)
         self._skipped_in_row = result.skipped_in_row
         if not result.num_optimizer_steps and not result.skipped_in_row:

@@ -226,10 +226,15 @@ class GroupExecution:
 
     async def _open(self, *, size: int, void_cause: str | None) -> GroupProgress:
         started = self._started(size=size, void_cause=void_cause)
-        offset = await self._writer.send(encode(started))
+
+        def opened(offset: int) -> None:  # at once, because no commit may pass the record
+            end_ms = started.time_ms + started.timeout_ms
+            self.state = GroupProgress(started.group_id, started.size, end_ms, offset, enough=started.enough)
+
+        await self._writer.send(encode(started), opened)
         failpoint("producer/after-group-started")
-        end_ms = started.time_ms + started.timeout_ms
-        return GroupProgress(started.group_id, started.size, end_ms, offset, enough=started.enough)
+        assert self.state is not None
+        return self.state
 
     def _started(self, *, size: int, void_cause: str | None) -> GroupStarted:
         task, settings = self.task, self.task.settings
@@ -305,9 +310,7 @@ class GroupExecution:
         return max(1, int(self.task.settings.group_timeout_s * 1000))
 
     async def _run_attempt(self, member: int, attempt: int) -> None:
-        before = self._continued.pop((member, attempt), None)
-        landed = functools.partial(self._landed, member=member, attempt=attempt)
-        async with Outbox(self._writer, landed) as outbox:
+        async with Outbox(self._writer, functools.partial(self._landed, member=member, attempt=attempt)) as outbox:
             await self._producer.rollout(
                 self.task,
                 member=member,
@@ -317,14 +320,13 @@ class GroupExecution:
                 emit=outbox.put,
                 clock=self._writer.clock,
                 acknowledged=outbox.acknowledged,
-                before=before,
+                before=self._continued.pop((member, attempt), None),
             )
             if outbox.terminal is None:
                 raise RuntimeError(f"{self._rollout_id(member, attempt)} returned without a terminal event")
 
     async def _send(self, encoded: Encoded, member: int, attempt: int) -> None:
-        await self._writer.send(encoded)
-        self._landed(encoded, member, attempt)
+        await self._writer.send(encoded, lambda _: self._landed(encoded, member, attempt))
 
     def _landed(self, encoded: Encoded, member: int, attempt: int) -> None:
         assert self.state is not None

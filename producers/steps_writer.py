@@ -60,19 +60,19 @@ class StepsWriter:
 
     def post(self, event: Encoded, poster: Poster) -> None:
         """Append an event after those that were put before it; held back while paused. Raises what a send raised."""
-        if self._failure is not None:
-            raise self._failure
+        _check(self._failure)
         self._waiting.append((event, poster))
         if self._sender is None:  # in a context of its own: user code may have put the event
             loop = asyncio.get_running_loop()
             self._sender = loop.create_task(self._send_waiting(), context=contextvars.Context())
 
-    async def send(self, event: Encoded) -> int:
+    async def send(self, event: Encoded, on_landed: Callable[[int], None] = lambda offset: None) -> int:
         """Append an event; returns its offset once it is acknowledged. Waits while paused.
 
-        Raises TruncatedError if it is before the last known one: the partition was created again.
+        `on_landed` is called with the offset before `floor` moves on for anybody else to see. Raises TruncatedError if
+        the offset is before the last known one: the partition was created again.
         """
-        sent = _Sent()
+        sent = _Sent(on_landed)
         self.post(event, sent)
         try:
             return await sent.offset
@@ -98,7 +98,8 @@ class StepsWriter:
         self._resumed.set()
 
     async def close(self) -> None:
-        """Write nothing more."""
+        """Write nothing more: what waits, and what is put from now on, fails."""
+        self._fail(self._closed())
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.wait({self._sender})
@@ -124,17 +125,28 @@ class StepsWriter:
         taken: list[tuple[Encoded, Poster]] = []
         try:
             while self._waiting:
-                await self._resumed.wait()
+                while self.is_paused:
+                    await self._resumed.wait()
                 taken, self._waiting = [one for one in self._waiting if not one[1].is_left], []
                 await self._send(taken)
+                taken = []
         except asyncio.CancelledError:
+            self._fail(self._closed(), *taken)
             raise
         except BaseException as error:  # noqa: BLE001 -- it ends those who wait, and by them the worker
-            self._failure = error
-            for _, poster in (*taken, *self._waiting):
-                poster.failed(error)
+            self._fail(error, *taken)
         finally:
             self._sender = None
+
+    def _closed(self) -> LogError:
+        return LogError(f"partition {self.partition} of steps is closed here; its next owner goes on")
+
+    def _fail(self, error: BaseException, *taken: tuple[Encoded, Poster]) -> None:
+        """Send nothing more; the first failure counts for all."""
+        self._failure = self._failure or error
+        waiting, self._waiting = self._waiting, []
+        for _, poster in (*taken, *waiting):
+            poster.failed(self._failure)
 
     async def _send(self, taken: list[tuple[Encoded, Poster]]) -> None:
         known = self._next_offset
@@ -152,14 +164,21 @@ class StepsWriter:
             poster.landed(event, offset)
 
 
+def _check(failure: BaseException | None) -> None:
+    if failure is not None:
+        raise failure.with_traceback(None)  # many raise it, each from its own place
+
+
 class _Sent:
     """One event that is waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_landed: Callable[[int], None]) -> None:
+        self._on_landed = on_landed
         self.is_left = False
         self.offset: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def landed(self, event: Encoded, offset: int) -> None:
+        self._on_landed(offset)
         if not self.offset.done():
             self.offset.set_result(offset)
 
@@ -196,8 +215,7 @@ class Outbox:
             await self.acknowledged()
         if isinstance(event, RolloutEnded):
             failpoint("producer/before-rollout-ended")
-        if self._failure is not None:
-            raise self._failure
+        _check(self._failure)
         self._writer.post(encoded, self)
         self._num_put += 1
         if is_terminal or self._num_put - self._num_landed > MAX_WAITING:
@@ -209,8 +227,7 @@ class Outbox:
         """Return once all that was put so far is acknowledged. Raises what a send raised."""
         num_put = self._num_put
         while self._num_landed < num_put:
-            if self._failure is not None:
-                raise self._failure
+            _check(self._failure)
             if self.is_left:
                 raise LogError("the attempt has ended before its events were acknowledged")
             if self._changed is None:
@@ -236,8 +253,8 @@ class Outbox:
     ) -> None:
         self.is_left = True
         self._wake()
-        if self._failure is not None and kind is None:
-            raise self._failure
+        if kind is None:
+            _check(self._failure)
 
     def _wake(self) -> None:
         if self._changed is not None:

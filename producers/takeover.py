@@ -92,14 +92,20 @@ class GroupProgress:
         found.next_attempt = max(found.next_attempt, attempt + 1)
 
     def complete(self, member: int, attempt: int) -> None:
-        """An attempt is complete."""
+        """An attempt is complete, unless it was decided before: the first record that decides it counts."""
         found = self.members[member]
+        if attempt not in found.open_attempts:
+            return
         found.open_attempts.discard(attempt)
         found.is_complete = found.is_settled = True
 
     def fail(self, member: int, attempt: int, *, is_final: bool, is_counted: bool) -> None:
-        """An attempt failed; `is_final`: its member is not tried again, `is_counted`: it used an attempt up."""
+        """An attempt failed, unless it was decided before; `is_final`: its member is not tried again, `is_counted`: it
+        used an attempt up.
+        """
         found = self.members[member]
+        if attempt not in found.open_attempts:
+            return
         found.open_attempts.discard(attempt)
         found.num_failed += is_counted
         found.is_final = found.is_final or is_final

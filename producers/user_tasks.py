@@ -37,7 +37,8 @@ class _TaskFactory:
         self._make = before or _plain_task
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
-        context: Context = options.get("context") or copy_context()
+        given: Context | None = options.get("context")
+        context = copy_context() if given is None else given  # an empty one is false
         is_of_users = context.get(_IS_OF_USERS, False) and asyncio.iscoroutine(coroutine)
         return self._make(loop, _NoExit(coroutine) if is_of_users else coroutine, **options)
 

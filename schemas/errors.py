@@ -53,6 +53,7 @@ outside of torch's allocator, Triton, and the libraries cuBLAS, cuDNN, cuSOLVER 
 
 OF_DEVICE = (
     "CUDA error",
+    "CUDA driver error",
     "cuDNN error",
     "CUBLAS_STATUS_",
     "CUSOLVER_STATUS_",
@@ -62,8 +63,8 @@ OF_DEVICE = (
 """Parts of messages about a GPU that this process may not be able to use any more."""
 OF_DISKS = (errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE)
 """Numbers of errors of a disk that is full, or of a file system that has failed."""
-OF_PROCESSES = ("gloo/transport", "NCCL")
-"""Parts of messages about a connection to other processes of a torchrun."""
+OF_PROCESSES = ("gloo/transport", "NCCL", "can't start new thread")
+"""Parts of messages about a connection to other processes of a torchrun, or a limit of the machine."""
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _OF_PACKAGES = frozenset({"site-packages", "dist-packages"})
@@ -346,14 +347,18 @@ def is_passing(error: BaseException) -> bool:
     """
     if isinstance(error, (OSError, LogError, StoreUnavailableError)):
         return not isinstance(error, TruncatedError)
-    return _is_one_of(error, ("DistError", "KafkaError"), OF_PROCESSES) or _is_of_disk(error.__cause__)
+    return any(
+        _is_one_of(one, ("DistError", "KafkaError", "BrokenExecutor"), OF_PROCESSES)
+        or (isinstance(one, OSError) and one.errno in OF_DISKS)
+        for one in _with_causes(error)
+    )
 
 
-def _is_of_disk(cause: BaseException | None) -> bool:
-    """Whether a disk is behind an exception of others' code, which may have another type, as of a compiler's."""
-    if cause is None or (isinstance(cause, OSError) and cause.errno in OF_DISKS):
-        return cause is not None
-    return _is_of_disk(cause.__cause__)
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those behind it: a compiler hides that of a full disk by `from None`."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _is_one_of(error: BaseException, names: Iterable[str], messages: Iterable[str]) -> bool:

@@ -142,18 +142,20 @@ def _in_ranks(num: int, request: "ReplayRequest", compare: "Callable[[ReplayRequ
             sys.exit(error.status)
         return None
     die_with_parent(os.environ)
-    del os.environ[PARENT]  # this one's own children have another
+    os.environ.pop(PARENT, None)  # this one's own children have another
     skip_scikit_learn()
     from rollstream.learner.parallel.process_ranks import END, joined
     from rollstream.learner.retrain import take_part
 
     with joined() as ranks:
+        if ranks.num != num:
+            raise ConfigError(f"--ranks {num}: torchrun has started {ranks.num} processes; give --ranks {ranks.num}")
         if ranks.index:
             take_part(ranks)
             return None
         try:
             report = compare(replace(request, ranks=ranks))
-        except RollstreamError:  # on others torchrun ends the processes, which may still compute
+        except (RollstreamError, OSError):  # on others torchrun ends the processes, which may still compute
             if not ranks.is_stuck:
                 ranks.send(END)
             raise

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollstream.eventlog.files import sync_folder, write_whole
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
+from rollstream.learner.model.memory import HALVED
 from rollstream.schemas.errors import (
     RollstreamError,
     RunFailedError,
@@ -34,7 +35,7 @@ class Fault(BaseModel):
 
     job_id: str
     index: int | None
-    """Manifest that was in work; None: the job was being started, or began with its first one."""
+    """Manifest that was in work; None: the job was being started."""
     kind: str
     """Name of the exception's type."""
     error: str
@@ -57,11 +58,12 @@ class Faults:
 
         `is_certain`: it comes from the computation itself, so that a restart raises it too.
         """
-        if is_passing(error) or (is_out_of_memory(error) and index is not None):
+        if is_passing(error) or HALVED in getattr(error, "__notes__", ()):
             return
         kind, before = type(error).__name__, _read(self._own)
         times = 1
-        if is_certain and not is_of_device(error):
+        has_no_memory = is_out_of_memory(error) and not isinstance(error, RollstreamError)
+        if is_certain and not is_of_device(error) and not has_no_memory:
             times = MAX_TIMES
         elif before is not None and (before.job_id, before.index, before.kind) == (self._job_id, index, kind):
             times = before.times + 1
@@ -87,8 +89,12 @@ class Faults:
                 "traceback"
             )
 
+    def forget_start(self) -> None:
+        """Remove what came while the job was started, which has succeeded now."""
+        self.forget(-1)
+
     def forget(self, index: int) -> None:
-        """Remove what came up to a manifest, which is trained now."""
+        """Remove what came up to a manifest, whose version is written now."""
         for path in self._folder.glob("fault.*.json"):
             found = _read(path)
             if found is None or found.index is None or found.index <= index:

@@ -65,6 +65,10 @@ def in_optimizer_step() -> Iterator[None]:
         ) from error
 
 
+HALVED = "a restart makes smaller micro-batches"
+"""Note of an exception that ends the process after its budget was halved."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeptBudget:
     """A file beside a job's checkpoints with the budget that was halved by a process which then ended, as all did."""
@@ -143,7 +147,7 @@ class MicroBatchBudget:
                 if is_least or not (self._halves or self._kept):
                     raise RunFailedError(_remedy(tokens, num_units, refused, is_recorded=fixed is not None)) from error
                 if not self._halves:
-                    self._leave(tokens, refused)
+                    self._leave(tokens, refused, error)
                     raise
                 self._tokens = tokens // 2
             else:
@@ -161,14 +165,15 @@ class MicroBatchBudget:
             return self._given
         return self._recorded[at] if at < len(self._recorded) else None
 
-    def _leave(self, tokens: int, refused: str) -> None:
-        """Leave half of the budget to the processes that will be started in place of these."""
+    def _leave(self, tokens: int, refused: str, error: BaseException) -> None:
+        """Leave half of the budget to the processes that will be started in place of these, and note it."""
         assert self._kept is not None
         try:
             self._kept.write(self._given, tokens // 2)
         except OSError as error:
             logger.error("%s cannot be written, so a restart has the same micro-batches: %s", self._kept.path, error)
         else:
+            error.add_note(HALVED)
             logger.error("out of memory (%s): a restart makes micro-batches of %s tokens", refused, tokens // 2)
 
     def of_batch(self) -> tuple[int, ...]:

@@ -172,7 +172,10 @@ class ProcessRanks(Ranks):
             failure, own = error, _UNDONE + _reported(error)
         found = self.gathered(own)
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback has this frame, and with it all that failed
         _check([b"" if one[:1] == _DONE else one[1:] for one in found], what)
         return [one[1:] for one in found]
 
@@ -205,7 +208,10 @@ class ProcessRanks(Ranks):
         """
         failure, self._work.failure = self._work.failure, None
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure
         found = self._exchanged(data)
         self._work.has_ended = any(one[:1] in (_FAILED, _AWAY) for one in found)
         _check(found, self._work.command)

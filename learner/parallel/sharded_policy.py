@@ -222,7 +222,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
     try:
         state_dict_saver.save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
+        first = _first(error)
         raise OSError(
             getattr(first, "errno", None), f"shards cannot be written to {folder}: {first}; free space there"
         ) from error
@@ -240,8 +240,16 @@ def read_shards(folder: Path, like: Mapping[str, Tensor] | None = None) -> dict[
     reader = HuggingFaceStorageReader(str(folder))
     with warnings.catch_warnings():  # of no process group, where this process alone reads
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=like is None)
+        try:
+            state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=like is None)
+        except CheckpointException as error:
+            raise OSError(f"shards of {folder} cannot be read: {_first(error)}; restore the folder") from error
     return tensors
+
+
+def _first(error: CheckpointException) -> BaseException:
+    """The failure of one of the processes."""
+    return next(iter(error.failures.values()))[0]
 
 
 def _empty(found: Any, like: Tensor | None) -> Tensor:

@@ -89,7 +89,9 @@ class ChatTokenizer:
         return text
 
     def _written(self, conversation: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        if self._template is None or not conversation or options.keys() - _RENDERED:
+        tools = options.get("tools") or ()
+        is_known = conversation and not options.keys() - _RENDERED and all(isinstance(tool, dict) for tool in tools)
+        if self._template is None or not is_known:
             return self.wrapped.apply_chat_template(conversation, **options)
         return self._template(conversation, **options)
 
@@ -128,7 +130,10 @@ def _template_of(tokenizer: Any) -> Callable[..., str] | None:
     ) -> str:
         variables = {"messages": conversation, "tools": tools, "add_generation_prompt": add_generation_prompt}
         context = template.new_context(constant | variables, shared=True)
-        return template.environment.concat(template.root_render_func(context))
+        try:
+            return template.environment.concat(template.root_render_func(context))
+        except Exception:  # noqa: BLE001 -- whatever it is, jinja raises it with lines of the template
+            return template.environment.handle_exception()
 
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template

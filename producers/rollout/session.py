@@ -240,8 +240,8 @@ class Session:
         `retokenise`: make tokens from text where there are none. `assumed_version`: of tokens recorded without one;
         none: the version that the task was asked for at. An agent without a name is the first of the run's.
         """
-        agent = step.agent or next(iter(self.agents), "agent")
-        group = self.model_group(agent)
+        step = type(step).model_validate(dict(step))  # a copy, and checked: `model_copy` takes any value
+        group = self.model_group(agent := step.agent or next(iter(self.agents), "agent"))
         version = self._task.wanted_version(group) if assumed_version is None else assumed_version
         playing = ImportContext(group, self._settings.policy, version, retokenise)
         conversation = self._conversation(agent, playing.model_group)
@@ -380,7 +380,7 @@ class Session:
         assert self._play is not None, "nobody plays scripted opponents"
         text = self._play(self, sent, agent, player.removeprefix(ids.SCRIPTED))
         self.messages[agent] = (*sent, {"role": "assistant", "content": text})
-        fields: dict[str, Any] = {"name": player, "metadata": UNTRAINED, "data": {"input": sent, "output": text}}
+        fields: dict[str, Any] = {"name": player, "metadata": dict(UNTRAINED), "data": {"input": sent, "output": text}}
         await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, event_type="LLM_END", **fields)
         return Reply(text, step_index, "stop")
 

@@ -16,7 +16,7 @@ from rollstream.processors.assemble import fold as assembly
 from rollstream.producers import partition_owner
 from rollstream.producers.ended_runs import CommitMetadata
 from rollstream.producers.partition_owner import PartitionOwner
-from rollstream.producers.takeover import PartitionState, evolve, fold, recover
+from rollstream.producers.takeover import GroupProgress, PartitionState, evolve, fold, recover
 from rollstream.schemas import ids
 from rollstream.schemas.errors import TruncatedError
 from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, RolloutStarted, Tick
@@ -120,6 +120,22 @@ def test_a_final_failure_does_not_settle_a_member_while_another_attempt_is_under
     assert not folded(events).groups[task.group_id].members[0].is_settled
     events.append(r.failed(task, 0, 1, "producer_lost", is_final=False))
     assert folded(events).groups[task.group_id].members[0].is_settled
+
+
+def test_the_owner_decides_an_attempt_by_its_first_record_as_the_log_does():
+    """A group may be stopped while a failure that is not final is on its way: assembly ignores the final one then."""
+    progress = GroupProgress("run/rl/e0/t0", 2, 0, 0)
+    for member in (0, 1):
+        progress.begin(member, 0)
+    progress.fail(0, 0, is_final=False, is_counted=True)
+    progress.fail(0, 0, is_final=True, is_counted=True)
+    progress.complete(0, 0)
+    progress.complete(1, 0)
+    progress.fail(1, 0, is_final=True, is_counted=True)
+    assert [(one.is_settled, one.is_complete, one.num_failed) for one in progress.members.values()] == [
+        (False, False, 1),
+        (True, True, 0),
+    ]
 
 
 def test_a_void_group_is_settled_at_once_and_stays_so():

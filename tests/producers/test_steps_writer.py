@@ -161,6 +161,41 @@ def test_a_pause_lets_what_is_sent_land_and_holds_the_rest_back_while_attempts_g
     asyncio.run(main())
 
 
+def test_what_is_done_with_an_offset_is_done_before_anybody_sees_the_floor_behind_it():
+    """Else a commit in between passes the beginning of a group that nobody knows yet."""
+
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        writer = writer_of(log)
+        opened = []
+        sending = asyncio.create_task(writer.send(tick(1), opened.append))
+        while writer.floor() == 0:
+            assert opened == []
+            await asyncio.sleep(0)
+        assert opened == [0]
+        assert await sending == 0
+
+    asyncio.run(main())
+
+
+def test_a_closed_writer_sends_nothing_more_and_fails_what_waits():
+    async def main():
+        log = SlowLog()
+        writer = writer_of(log)
+        outbox = Outbox(writer)
+        await outbox.put(tick(1))
+        await turns()
+        sending = asyncio.create_task(writer.send(tick(2)))
+        await turns()
+        await writer.close()
+        for waiting in (sending, outbox.acknowledged(), writer.send(tick(3))):
+            with pytest.raises(LogError, match="partition 0 of steps is closed here"):
+                await waiting
+        assert log.sends == [[1]]
+
+    asyncio.run(main())
+
+
 def test_event_time_begins_at_the_newest_event_of_the_partition():
     assert start_ms(5_000, wall=lambda: 9_000) == 5_000
 

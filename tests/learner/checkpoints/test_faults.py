@@ -14,6 +14,7 @@ import torch
 
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.checkpoints.faults import Faults
+from rollstream.learner.model.memory import HALVED
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.publisher import Publisher
 from rollstream.schemas.algorithms import SftSettings
@@ -128,7 +129,7 @@ def test_a_secret_in_an_exception_is_not_recorded(lab: Any, monkeypatch: pytest.
 
 
 FULL_DISK = RuntimeError("the kernel cannot be compiled")
-FULL_DISK.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+FULL_DISK.__context__ = OSError(errno.ENOSPC, "No space left on device")  # a compiler raises its own `from None`
 PASSING = [
     FULL_DISK,
     OSError(errno.EIO, "Input/output error"),
@@ -161,20 +162,21 @@ def test_an_error_that_may_pass_ends_the_process_and_the_next_one_trains_the_job
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "error"),
+    ("owner", "method", "error", "checkpoint_every"),
     [
-        (PolicyModel, "completion_terms", DEVICE_FAILED),
-        (Publisher, "publish_step", KeyError("a bug outside of training")),
+        (PolicyModel, "completion_terms", DEVICE_FAILED, 1),
+        (Publisher, "publish_step", KeyError("a bug outside of training"), 1),
+        (Publisher, "publish_step", KeyError("a bug outside of training"), 3),
     ],
-    ids=["device", "shell"],
+    ids=["device", "shell", "shell-without-checkpoint"],
 )
 def test_an_exception_that_ends_a_second_process_at_the_same_manifest_fails_the_job(
-    lab: Any, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, error: Exception
+    lab: Any, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, error: Exception, checkpoint_every: int
 ) -> None:
     monkeypatch.setattr(owner, method, failing(getattr(owner, method), error, 2))
 
     async def scenario() -> None:
-        job = await lab.submit()
+        job = await lab.submit(checkpoint_every=checkpoint_every)
         await lab.plan(job)
         ends = 0
         while not await lab.events("jobs", JobFailed):
@@ -261,9 +263,26 @@ def test_a_certain_fault_of_another_process_counts_at_once_unless_it_is_of_the_d
 
 def test_passing_errors_and_want_of_memory_are_not_kept(tmp_path: Path) -> None:
     faults = Faults(tmp_path, job_of())
-    for error in (*PASSING[:-1], LogError("no broker"), torch.OutOfMemoryError("CUDA out of memory")):
+    halved = torch.OutOfMemoryError("CUDA out of memory")
+    halved.add_note(HALVED)
+    for error in (*PASSING[:-1], LogError("no broker"), halved):
         faults.keep(error, 2, is_certain=True)
     assert not list(tmp_path.rglob("fault.*"))
+
+
+def test_want_of_memory_that_no_restart_lessens_fails_the_job(tmp_path: Path) -> None:
+    faults = Faults(tmp_path, job_of())
+    for _ in range(2):
+        faults.check(2)
+        faults.keep(torch.OutOfMemoryError("CUDA out of memory"), 2, is_certain=True)
+    with pytest.raises(RunFailedError, match="manifest 2 ended process 0 of the learner: OutOfMemoryError"):
+        faults.check(2)
+    faults.keep(RunFailedError("out of memory with one row or pair"), 3, is_certain=True)
+    with pytest.raises(RunFailedError, match="manifest 3 ended process 0"):
+        faults.check(3)
+    faults.keep(KeyError("x"), None, is_certain=True)
+    faults.forget_start()
+    faults.check(None)
 
 
 def test_a_fault_that_cannot_be_read_is_ignored(tmp_path: Path) -> None:

@@ -89,8 +89,12 @@ def test_a_template_sees_the_names_that_transformers_gives_it(plain: Any) -> Non
     expected = own.apply_chat_template(CHAT, tokenize=False)
     assert tokenizer._template is not None
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == expected
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as failure:
         tokenizer.apply_chat_template(CHAT, tokenize=False, tools=[{}])
+    lines = [one.lineno for one in failure.traceback if str(one.path).endswith("<template>")]
+    assert lines == [1]  # of the template, counted from 0, and not of the code that jinja makes of it
+    with pytest.raises(ValueError, match="Tools should either be a JSON schema"):
+        tokenizer.apply_chat_template(CHAT, tokenize=False, tools=["add"])
     with pytest.raises(ValueError, match="empty conversation"):
         tokenizer.apply_chat_template([], tokenize=False)
 
