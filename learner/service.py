@@ -17,8 +17,9 @@ from rollstream.learner.checkpoints.checkpoint import read
 from rollstream.learner.checkpoints.faults import Faults
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.parallel.launch import is_started_together
-from rollstream.learner.parallel.process_ranks import DROP, END, LOAD, ProcessRanks, decoded, joined
+from rollstream.learner.parallel.process_ranks import DROP, END, LOAD, ProcessRanks, joined
 from rollstream.learner.scoring import models
+from rollstream.learner.scoring.scored_batch import decoded
 from rollstream.learner.trainer import JobTrainer
 from rollstream.learner.worker import Worker
 from rollstream.schemas.errors import ConfigError, RollstreamError

@@ -25,13 +25,13 @@ from rollstream.learner.model.optimizer import load_state_tensors, make_optimize
 from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, published_sha256
 from rollstream.learner.model.ranks import Ranks, failing_the_job
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, shares_prefixes, train_batch
-from rollstream.learner.parallel.process_ranks import DROP, LOAD, ProcessRanks, encoded
+from rollstream.learner.parallel.process_ranks import DROP, LOAD, ProcessRanks
 from rollstream.learner.parallel.refusals import refused
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, sharded_like, write_shards
 from rollstream.learner.progress import manifest_metrics
 from rollstream.learner.scoring.index import SCORES_SINCE, ScoreAsked
 from rollstream.learner.scoring.models import ScoringModels, compute_as_set
-from rollstream.learner.scoring.scored_batch import asked_of, batch_of
+from rollstream.learner.scoring.scored_batch import asked_of, batch_of, encoded
 from rollstream.learner.scoring.scores import NONE, Scores
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError

@@ -19,10 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from rollstream.learner.model.micro_batch import MicroBatch, Unit
 from rollstream.learner.model.ranks import Divide, Ranks
-from rollstream.learner.scoring.scores import Scores
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError, RollstreamError, RunFailedError
-from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
 from rollstream.schemas.settings import Device
 from rollstream.schemas.variables import MAX_JOB_ERROR, recordable
 
@@ -278,19 +276,3 @@ def joined() -> Iterator[ProcessRanks]:
         yield ProcessRanks(local_index)
     finally:
         dist.destroy_process_group()
-
-
-def encoded(
-    planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores, budget: Mapping[str, Any]
-) -> bytes:
-    """Encode the arguments of `train` for other processes."""
-    events = [one.model_dump_json() for one in (planned, *trajectories)]
-    return orjson.dumps({"events": events, "budget": budget, **scores.as_json()})
-
-
-def decoded(data: bytes) -> tuple[BatchPlanned, list[TrajectoryAssembled], Scores, dict[str, Any]]:
-    """Decode the result of `encoded`."""
-    found = orjson.loads(data)
-    trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"][1:]]
-    planned = BatchPlanned.model_validate_json(found["events"][0])
-    return planned, trajectories, Scores.of_json(found), found["budget"]

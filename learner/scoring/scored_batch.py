@@ -1,6 +1,9 @@
 """A manifest's trajectories as its algorithm sees them, with their scores, and which scores that needs. No model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
 
 from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
@@ -66,3 +69,19 @@ def asked_of(
         members = (span.member for span in spans_of(batch.rows, trajectories))
     trained = sorted(set(members))
     return [ScoreAsked(member, scorer) for scorer in scorers for member in trained]
+
+
+def encoded(
+    planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores, budget: Mapping[str, Any]
+) -> bytes:
+    """Encode the arguments of `train` for other processes."""
+    events = [one.model_dump_json() for one in (planned, *trajectories)]
+    return orjson.dumps({"events": events, "budget": budget, **scores.as_json()})
+
+
+def decoded(data: bytes) -> tuple[BatchPlanned, list[TrajectoryAssembled], Scores, dict[str, Any]]:
+    """Decode the result of `encoded`."""
+    found = orjson.loads(data)
+    trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"][1:]]
+    planned = BatchPlanned.model_validate_json(found["events"][0])
+    return planned, trajectories, Scores.of_json(found), found["budget"]

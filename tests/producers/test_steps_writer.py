@@ -161,7 +161,7 @@ def test_a_pause_lets_what_is_sent_land_and_holds_the_rest_back_while_attempts_g
     asyncio.run(main())
 
 
-def test_what_is_done_with_an_offset_is_done_before_anybody_sees_the_floor_behind_it():
+def test_an_offset_is_handed_over_before_anybody_sees_the_floor_pass_it():
     """Else a commit in between passes the beginning of a group that nobody knows yet."""
 
     async def main():

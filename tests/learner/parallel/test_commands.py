@@ -7,7 +7,8 @@ from typing import Any
 
 from rollstream.learner.model.policy import published_sha256
 from rollstream.learner.model.ranks import Ranks
-from rollstream.learner.parallel.process_ranks import DROP, END, LOAD, Command, encoded
+from rollstream.learner.parallel.process_ranks import DROP, END, LOAD, Command
+from rollstream.learner.scoring.scored_batch import encoded
 from rollstream.learner.scoring.scores import NONE
 from rollstream.learner.service import follow
 from rollstream.learner.trainer import JobTrainer
