@@ -148,9 +148,8 @@ def _with_kept_ids(block: str, builder: BuilderSection, adapter: AdapterSection,
     ratios = next((one.name for one in algorithms if one.needs.behaviour), None)
     if ratios is None or not (sampling.top_p < 1 or sampling.top_k):
         return builder
-    can_record = builder.engine.RECORDS_KEPT_IDS and environment not in MADE_ELSEWHERE
-    if sampling.record_kept_ids and builder.engine.RECORDS_KEPT_IDS is None:
-        return builder
+    known = builder.engine.RECORDS_KEPT_IDS
+    can_record = (sampling.record_kept_ids if known is None else known) and environment not in MADE_ELSEWHERE
     if sampling.record_kept_ids is False or not can_record:
         why = "record_kept_ids is off" if can_record else "the engine does not record the ids that they leave"
         warn(
