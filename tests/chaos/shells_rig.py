@@ -35,12 +35,12 @@ class Connection:
     def __getattr__(self, name: str) -> object:
         return getattr(self._log, name)
 
-    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
         """Each record some time after the one before; the acknowledgements later still."""
         positions: list[Position] = []
         for event in events:
             await self._wait()
-            positions.append(await self._log.send(event))
+            positions.append(await self._log.send(event, partition=partition))
         await self._wait()
         return positions
 

@@ -295,8 +295,8 @@ class Answering:
             await self._log.send(self._answer)
         return position
 
-    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
-        return [await self.send(event) for event in events]
+    async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
+        return [await self.send(event, partition=partition) for event in events]
 
 
 @pytest.mark.slow

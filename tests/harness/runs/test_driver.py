@@ -216,12 +216,12 @@ class KilledLog(MemoryLog):
 
     num_writes = 0
 
-    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
         self.num_writes -= 1
         if self.num_writes == 0:
-            await super().send_all([event for event in events if isinstance(event, JobSubmitted)])
+            await super().send_all([e for e in events if isinstance(e, JobSubmitted)], partition=partition)
             raise Killed("send")
-        return await super().send_all(events)
+        return await super().send_all(events, partition=partition)
 
 
 def test_a_job_is_sent_once_the_start_of_its_run_is_acknowledged(script: SimpleNamespace) -> None:
@@ -269,7 +269,7 @@ def test_a_resumed_run_keeps_the_offsets_of_its_first_job_also_where_it_has_none
 class StuckLog(MemoryLog):
     """A log whose broker has stopped answering writes."""
 
-    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
+    async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
         await asyncio.Event().wait()
         return []
 

@@ -63,14 +63,14 @@ class FusedLog:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._log, name)
 
-    async def send(self, event: Event | Encoded) -> Position:
+    async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
         self._fuse.before()
-        position = await self._log.send(event)
+        position = await self._log.send(event, partition=partition)
         self._fuse.after()
         return position
 
-    async def send_all(self, events: Sequence[Event | Encoded]) -> list[Position]:
-        return [await self.send(event) for event in events]
+    async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
+        return [await self.send(event, partition=partition) for event in events]
 
 
 class FusedStore(ArtifactStore):

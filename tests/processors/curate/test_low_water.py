@@ -31,7 +31,7 @@ class _Recording(MemoryLog):
         super().__init__(num_partitions=1)
         self.sent = []
 
-    async def send_all(self, events):
+    async def send_all(self, events, *, partition=None):
         self.sent += [codec.encode(event).value for event in events]
         return []
 

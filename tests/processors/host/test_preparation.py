@@ -172,10 +172,10 @@ class SlowLog(MemoryLog):
         super().__init__(num_partitions=1)
         self.let_go, self.asked = asyncio.Event(), asyncio.Event()
 
-    async def send_all(self, events):
+    async def send_all(self, events, *, partition=None):
         self.asked.set()
         await self.let_go.wait()
-        return await super().send_all(events)
+        return await super().send_all(events, partition=partition)
 
 
 def test_a_fold_that_waits_for_acknowledgements_is_waiting(tmp_path):

@@ -45,9 +45,9 @@ class _Unacknowledged(MemoryLog):
         super().__init__(num_partitions=1)
         self.let_go = asyncio.Event()
 
-    async def send_all(self, events):
+    async def send_all(self, events, *, partition=None):
         await self.let_go.wait()
-        return await super().send_all(events)
+        return await super().send_all(events, partition=partition)
 
     async def send_raw(self, topic, **options):
         if topic == "dlq":
@@ -124,7 +124,7 @@ def test_a_partition_that_comes_back_is_folded_again_from_where_it_is_read():
 
 def test_a_send_that_fails_ends_the_shell():
     class Refusing(MemoryLog):
-        async def send_all(self, events):
+        async def send_all(self, events, *, partition=None):
             raise LogError("refused")
 
     async def go():
@@ -161,7 +161,7 @@ def test_a_batch_that_was_waiting_when_its_partition_went_leaves_nothing_behind(
 
 def test_a_failed_send_is_reported_without_a_further_batch():
     class Refusing(MemoryLog):
-        async def send_all(self, events):
+        async def send_all(self, events, *, partition=None):
             raise LogError("refused")
 
     async def go():
