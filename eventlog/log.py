@@ -235,7 +235,11 @@ class EventLog(Protocol):
         ...
 
     async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
-        """Append events, as `send` does, in order (per partition); returns once all are acknowledged."""
+        """Append events, as `send` does, in order (per partition); returns once all are acknowledged.
+
+        None is sent if one of them is larger than its topic's limit. A partition that is named here is written by this
+        caller alone.
+        """
         ...
 
     async def send_raw(

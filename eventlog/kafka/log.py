@@ -1,6 +1,7 @@
 """The event log on Kafka, by aiokafka: idempotent sends acknowledged by all replicas, readers that never skip."""
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -155,12 +156,12 @@ class KafkaLog(OpenedByBlock):
 
     async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
         """Append events in order (per partition); returns once all are acknowledged."""
-        sent: list[tuple[str, asyncio.Future[Any]]] = []
-        for event in events:
-            encoded = encode(event)
-            check_event_size(encoded)
-            future = await self._enqueue(encoded.topic, encoded.key, encoded.value, encoded.headers, partition)
-            sent.append((encoded.topic, future))
+        encoded = [encode(event) for event in events]
+        for event in encoded:
+            check_event_size(event)
+        if partition is not None:
+            return await self._send_batches(encoded, partition)
+        sent = [(one.topic, await self._enqueue(one.topic, one.key, one.value, one.headers, None)) for one in encoded]
         return await self._acknowledged(sent)
 
     async def send_raw(
@@ -260,20 +261,58 @@ class KafkaLog(OpenedByBlock):
     async def _enqueue(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Headers, partition: int | None
     ) -> "asyncio.Future[Any]":
-        count = self._num_partitions.get(topic) or await self.num_partitions(topic)
-        chosen = partition_of(key or b"", count) if partition is None else partition
-        if not 0 <= chosen < count:
-            raise _no_partition(topic, chosen, count)
-        name, producer = self.kafka.topic_name(topic), self._producer or await self._sending()
+        chosen = await self._partition(topic, key, partition)
+        producer = self._producer or await self._sending()
+        if key is None and value is None:  # aiokafka checks the size of a message, but not of a batch
+            batch = producer.create_batch()
+            batch.append(key=None, value=None, timestamp=None, headers=list(headers))
+            return await self._enqueue_batch(batch, topic, chosen)
         try:
-            if key is None and value is None:  # aiokafka checks the size of a message, but not of a batch
-                batch = producer.create_batch()
-                batch.append(key=None, value=None, timestamp=None, headers=list(headers))
-                return await producer.send_batch(batch, name, partition=chosen)
+            name = self.kafka.topic_name(topic)
             return await producer.send(name, value=value, key=key, partition=chosen, headers=list(headers))
         except Exception as error:
             with self._send_errors(topic):
                 raise error
+
+    async def _enqueue_batch(self, batch: Any, topic: str, partition: int) -> "asyncio.Future[Any]":
+        producer = self._producer or await self._sending()
+        try:
+            return await producer.send_batch(batch, self.kafka.topic_name(topic), partition=partition)
+        except Exception as error:
+            with self._send_errors(topic):
+                raise error
+
+    async def _send_batches(self, events: Sequence[Encoded], partition: int) -> list[Position]:
+        """Records of one partition in batches that are made here: one acknowledgement for all records of a batch.
+
+        A partition that the caller names is its own to write, so no send of another caller has to join its batches.
+        """
+        producer = self._producer or await self._sending()
+        sent: list[tuple[str, asyncio.Future[Any]]] = []
+        counts: list[int] = []
+        left = deque(events)
+        while left:
+            topic = left[0].topic
+            await self._partition(topic, None, partition)
+            batch = producer.create_batch()
+            while left and left[0].topic == topic:
+                one = left[0]
+                if batch.append(timestamp=None, key=one.key, value=one.value, headers=list(one.headers)) is None:
+                    break  # it is full; an empty one takes any record
+                left.popleft()
+            batch.close()
+            sent.append((topic, await self._enqueue_batch(batch, topic, partition)))
+            counts.append(batch.record_count())
+        landed = zip(await self._acknowledged(sent), counts, strict=True)
+        return [position for first, count in landed for position in _positions(first, count)]
+
+    async def _partition(self, topic: str, key: bytes | None, partition: int | None) -> int:
+        """The partition that a record goes to. Raises TopicError if it does not exist."""
+        count = self._num_partitions.get(topic) or await self.num_partitions(topic)
+        chosen = partition_of(key or b"", count) if partition is None else partition
+        if not 0 <= chosen < count:
+            raise _no_partition(topic, chosen, count)
+        return chosen
 
     async def _check_partitions(self, partitions: Iterable[TopicPartition]) -> None:
         """Raises TopicError for one that does not exist, because aiokafka would wait for it without limit."""
@@ -334,6 +373,12 @@ class KafkaLog(OpenedByBlock):
         if part is None:
             raise LogError("the log is not connected; await start() first")
         return part
+
+
+def _positions(first: Position, count: int) -> list[Position]:
+    """Positions of a batch's records. Its offset is -1 if Kafka had the batch already and forgot where."""
+    topic, partition, offset = first
+    return [Position(topic, partition, offset if offset < 0 else offset + index) for index in range(count)]
 
 
 def _no_partition(topic: str, partition: int, count: int) -> TopicError:

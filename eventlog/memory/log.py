@@ -12,6 +12,7 @@ from rollstream.eventlog.log import (
     Position,
     Record,
     TopicPartition,
+    check_event_size,
     check_record_size,
     partition_of,
 )
@@ -57,7 +58,10 @@ class MemoryLog:
 
     async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
         """Append events in order."""
-        return [await self.send(event, partition=partition) for event in events]
+        encoded = [encode(event) for event in events]
+        for event in encoded:
+            check_event_size(event)
+        return [await self.send(event, partition=partition) for event in encoded]
 
     async def send_raw(
         self,

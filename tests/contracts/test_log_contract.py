@@ -12,6 +12,7 @@ from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.schemas.errors import FencedError, LogError, TopicError, TruncatedError
 from rollstream.schemas.events import JobCancelled, TaskCancelled
 from rollstream.schemas.kafka import KafkaSettings
+from rollstream.schemas.topics import TOPICS
 
 NUM_PARTITIONS = 6
 Scenario = Callable[[EventLog], Awaitable[None]]
@@ -107,6 +108,41 @@ def test_an_event_goes_to_the_partition_that_is_named(run: Run) -> None:
     async def scenario(log: EventLog) -> None:
         for partition in range(NUM_PARTITIONS):
             assert (await log.send(cancelled(fresh("r")), partition=partition)).partition == partition
+
+    run(scenario)
+
+
+def test_events_of_several_batches_go_to_the_partition_that_is_named_in_their_order(run: Run) -> None:
+    sizes = [10, 150_000, 150_000, 600_000, 10, 10, 300_000, 10]  # a batch of Kafka's holds 256 KiB, or one record
+
+    async def scenario(log: EventLog) -> None:
+        name, start = fresh("r"), (await log.end_offsets("tasks"))[2]
+        events = [
+            TaskCancelled(run_id=name, time_ms=index, group_id=f"{name}/g", cause=secrets.token_hex(size // 2))
+            for index, size in enumerate(sizes)
+        ]
+        positions = await log.send_all(events, partition=2)
+        assert positions == [Position("tasks", 2, start + index) for index in range(len(events))]
+        reader = await log.reader({TopicPartition("tasks", 2): start})
+        records = await read(reader, len(events))
+        await reader.close()
+        assert [decode(record).event for record in records] == events
+        assert [record.position for record in records] == positions
+        assert await log.send_all([], partition=2) == []
+
+    run(scenario)
+
+
+def test_of_events_with_one_that_is_too_large_none_is_sent_to_the_partition_that_is_named(run: Run) -> None:
+    async def scenario(log: EventLog) -> None:
+        name, before = fresh("r"), await log.end_offsets("tasks")
+        cause = "x" * TOPICS["tasks"].max_record_bytes
+        large = TaskCancelled(run_id=name, time_ms=1, group_id=f"{name}/g", cause=cause)
+        with pytest.raises(LogError, match="more than the limit"):
+            await log.send_all([cancelled(name), large], partition=2)
+        with pytest.raises(TopicError, match=f"tasks/{NUM_PARTITIONS} does not exist"):
+            await log.send_all([cancelled(name)], partition=NUM_PARTITIONS)
+        assert await log.end_offsets("tasks") == before
 
     run(scenario)
 

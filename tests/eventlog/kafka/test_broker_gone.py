@@ -13,7 +13,7 @@ from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import LogError
-from rollstream.schemas.events import RunEnded
+from rollstream.schemas.events import RunEnded, TaskCancelled
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -39,19 +39,22 @@ async def read_from_a_broker_that_goes(workspace: Path) -> None:
 
 async def send_to_a_broker_that_pauses(workspace: Path) -> None:
     ended = RunEnded(run_id="r", time_ms=1, cause="stopped")
+    cancelled = TaskCancelled(run_id="r", time_ms=1, group_id="r/g", cause="stopped")
     with EmbeddedBroker(workspace) as broker:
         async with KafkaLog(broker.kafka, send_timeout_s=3) as log, KafkaLog(broker.kafka) as patient:
             await log.ensure_topics(num_partitions=1)
             await patient.send(ended)  # a cold broker may take longer
             await log.send(ended)
+            await log.send_all([cancelled], partition=0)
             pid = json.loads((workspace / "broker" / "broker.json").read_text())["broker_pid"]
             os.kill(pid, signal.SIGSTOP)
             try:
                 first = asyncio.create_task(log.send(ended))
                 await asyncio.sleep(1)
                 several = asyncio.create_task(log.send_all([ended, ended]))
-                for sending in (first, several):
-                    with pytest.raises(LogError, match="cannot send to topic groups: no acknowledgement within 3 s"):
+                batch = asyncio.create_task(log.send_all([cancelled, cancelled], partition=0))
+                for sending, topic in ((first, "groups"), (several, "groups"), (batch, "tasks")):
+                    with pytest.raises(LogError, match=f"cannot send to topic {topic}: no acknowledgement within 3 s"):
                         await sending
             finally:
                 os.kill(pid, signal.SIGCONT)

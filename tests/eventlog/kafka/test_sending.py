@@ -5,9 +5,12 @@ from typing import Any
 
 import cramjam
 import pytest
+from aiokafka.producer.message_accumulator import MessageBatch
 from aiokafka.producer.sender import Sender
 
 from rollstream.eventlog.kafka.log import LZ4_LEVEL, KafkaLog
+from rollstream.eventlog.log import Position
+from rollstream.schemas.events import RunEnded
 from rollstream.schemas.kafka import KafkaSettings
 
 pytestmark = pytest.mark.kafka
@@ -58,3 +61,17 @@ def test_records_are_compressed_at_the_fast_level(kafka: KafkaSettings, monkeypa
 
     asyncio.run(scenario())
     assert levels == [LZ4_LEVEL]
+
+
+def test_records_of_a_batch_that_kafka_had_already_and_forgot_have_no_offset(
+    kafka: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MessageBatch, "done", lambda batch, *offsets, done=MessageBatch.done: done(batch, -1))
+
+    async def scenario() -> None:
+        async with KafkaLog(kafka) as log:
+            await log.ensure_topics(num_partitions=6)
+            ended = [RunEnded(run_id="r", time_ms=index, cause="stopped") for index in range(3)]
+            assert await log.send_all(ended, partition=0) == [Position("groups", 0, -1)] * 3
+
+    asyncio.run(scenario())
