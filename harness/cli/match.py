@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, TRUST, WORKSPACE
-from rollstream.harness.services.optional_dependencies import skip_scikit_learn
+from rollstream.harness.services.optional_dependencies import skip_unused_libraries
 from rollstream.harness.services.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
 
@@ -54,7 +54,7 @@ def match(
     from rollstream.harness.services.workspace import broker_of
     from rollstream.replay.source import Source, check_export
 
-    skip_scikit_learn()
+    skip_unused_libraries()
     wanted = read_versions(versions)
     layout = Workspace(workspace)
     with ExitStack() as held:

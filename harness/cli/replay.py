@@ -19,7 +19,7 @@ import click
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, TRUST, WORKSPACE
 from rollstream.harness.services.live_line import LiveLine
 from rollstream.harness.services.liveness import PARENT, die_with_parent
-from rollstream.harness.services.optional_dependencies import skip_scikit_learn
+from rollstream.harness.services.optional_dependencies import skip_unused_libraries
 from rollstream.harness.services.serving import CLI
 from rollstream.harness.services.workspace import EMBEDDED, Workspace
 from rollstream.schemas.errors import ConfigError, RollstreamError
@@ -143,7 +143,7 @@ def _in_ranks(num: int, request: "ReplayRequest", compare: "Callable[[ReplayRequ
         return None
     die_with_parent(os.environ)
     os.environ.pop(PARENT, None)  # this one's own children have another
-    skip_scikit_learn()
+    skip_unused_libraries()
     from rollstream.learner.parallel.process_ranks import END, joined
     from rollstream.learner.retrain import take_part
 
@@ -166,7 +166,7 @@ def _in_ranks(num: int, request: "ReplayRequest", compare: "Callable[[ReplayRequ
 def _load_learner() -> None:
     """Import torch and the learner while the broker starts and the log is read; each takes seconds."""
     with suppress(ImportError):  # reported where it is imported for use
-        skip_scikit_learn()
+        skip_unused_libraries()
         importlib.import_module("rollstream.replay.training")
 
 
@@ -190,7 +190,7 @@ def _what_if(
     from rollstream.harness.replays.run import what_if_run
     from rollstream.harness.services.workspace import broker_of, embedded_broker
 
-    skip_scikit_learn()
+    skip_unused_libraries()
     is_embedded = (bootstrap_servers or layout.remembered_broker()) == EMBEDDED
     with ExitStack() as held, _progress_line() as line:
         if export is not None:

@@ -15,6 +15,9 @@ OF_LEARNER = ("torch", "transformers", "peft", "safetensors")
 OF_QUANTIZED = "bitsandbytes"
 """Package for models in 4 bits and optimizers in 8."""
 
+UNUSED = {"sklearn": "transformers.generation.candidate_generator", "scipy": "transformers.loss.loss_utils"}
+"""Libraries and the module of transformers that would import each."""
+
 
 def check_learner() -> None:
     """Raises ConfigError naming a library of the extra `learner` that is not installed."""
@@ -36,22 +39,26 @@ def check_quantized(adapter: "AdapterSection", location: str) -> None:
         raise ConfigError(f"{location}.{key}: {value}: {_remedy(OF_QUANTIZED)}")
 
 
-def skip_scikit_learn() -> None:
-    """Load transformers' assisted generation as it is without scikit-learn, unless scikit-learn is loaded already.
+def skip_unused_libraries() -> None:
+    """Load the modules of transformers that use `UNUSED` as they are without it, unless it is loaded already.
 
-    Where another package installed scikit-learn, that module imports it, and with it scipy, for a threshold that
-    nothing here uses: a fifth of a service's start. Users' code still imports it, and transformers still finds it.
+    Where another package installed scikit-learn or scipy, they import it for assisted generation and for losses of
+    object detection, which nothing here uses: a quarter of a service's start. Users' code still imports both, and
+    transformers still finds them.
     """
-    if "sklearn" in sys.modules or find_spec("transformers") is None:
+    unused = {library: module for library, module in UNUSED.items() if library not in sys.modules}
+    if not unused or find_spec("transformers") is None:
         return
     from transformers import utils
 
     names: dict[str, Any] = utils.__dict__
-    is_available, names["is_sklearn_available"] = names["is_sklearn_available"], lambda: False
+    before = {name: names[name] for name in (f"is_{library}_available" for library in unused)}
+    names.update(dict.fromkeys(before, lambda: False))
     try:
-        importlib.import_module("transformers.generation.candidate_generator")
+        for module in unused.values():
+            importlib.import_module(module)
     finally:
-        names["is_sklearn_available"] = is_available
+        names.update(before)
 
 
 def missing(error: ModuleNotFoundError) -> str | None:

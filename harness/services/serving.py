@@ -23,7 +23,7 @@ from rollstream.eventlog.kafka.topic_ids import Found, check_topics, watch_topic
 from rollstream.eventlog.private import make_private
 from rollstream.harness.services.committed_offsets import check_committed, remember_committed
 from rollstream.harness.services.liveness import PARENT, beat, die_with_parent, leave_terminal
-from rollstream.harness.services.optional_dependencies import skip_scikit_learn
+from rollstream.harness.services.optional_dependencies import skip_unused_libraries
 from rollstream.harness.services.sole_use import sole_name
 from rollstream.harness.services.workspace import Workspace
 from rollstream.learner.parallel.launch import is_started_together, start_processes
@@ -161,7 +161,7 @@ def serve(service: str, settings: ServiceSettings) -> None:
         _start_ranks(settings)
         return
     if service in WITH_MODELS:
-        skip_scikit_learn()
+        skip_unused_libraries()
     module = importlib.import_module(MODULES.get(service, f"rollstream.{service}.service"))
     if service == "learner" and module.follows(settings):
         return

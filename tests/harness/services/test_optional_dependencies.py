@@ -8,21 +8,23 @@ import pytest
 
 PROGRAM = """
 import sys
-from rollstream.harness.services.optional_dependencies import skip_scikit_learn
+from rollstream.harness.services.optional_dependencies import skip_unused_libraries
 
-skip_scikit_learn()
+skip_unused_libraries()
 import rollstream.learner.worker
 
 assert "transformers.generation.candidate_generator" in sys.modules
-assert "sklearn" not in sys.modules
+assert "transformers.loss.loss_for_object_detection" in sys.modules
+assert not {"sklearn", "scipy"} & set(sys.modules)
+import scipy
 import sklearn
-from transformers.utils import is_sklearn_available
+from transformers.utils import is_scipy_available, is_sklearn_available
 
-assert is_sklearn_available()
+assert is_sklearn_available() and is_scipy_available()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="only another package brings scikit-learn")
-def test_a_learner_starts_without_scikit_learn_and_users_code_can_still_use_it() -> None:
+def test_a_learner_starts_without_scikit_learn_and_scipy_and_users_code_can_still_use_them() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
