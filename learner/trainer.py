@@ -27,7 +27,7 @@ from rollstream.learner.model.ranks import Ranks, failing_the_job
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, shares_prefixes, train_batch
 from rollstream.learner.parallel.process_ranks import DROP, LOAD, ProcessRanks
 from rollstream.learner.parallel.refusals import refused
-from rollstream.learner.parallel.sharded_policy import ShardedPolicy, read_shards, sharded_like, write_shards
+from rollstream.learner.parallel.sharded_policy import ShardedPolicy, checkpointed, write_shards
 from rollstream.learner.progress import manifest_metrics
 from rollstream.learner.scoring.index import SCORES_SINCE, ScoreAsked
 from rollstream.learner.scoring.models import ScoringModels, compute_as_set
@@ -186,13 +186,8 @@ class JobTrainer:
         """Go on from a checkpoint, of as many processes or of others. Raises OSError if its shards cannot be read."""
         path = (checkpoint.path or Path()).absolute()
         with self.model.ranks.together("resume", str(path).encode()):
-            tensors, like = checkpoint.tensors, self._like() if self.model.ranks.num > 1 else None
-            self.model.ranks.gathered(b"")  # whoever could not read it has told the others by now
-            if not tensors:
-                tensors = read_shards(path, like)
-            elif like is not None:
-                tensors = {name: sharded_like(like.get(name, value), value) for name, value in tensors.items()}
-            self.restore(tensors)
+            like = self._like() if self.model.ranks.num > 1 else None
+            self.restore(checkpointed(path, checkpoint.tensors, like, self.model.ranks))
 
     def _like(self) -> dict[str, Tensor]:
         """Parameters whose sharding a state's tensors follow, by the tensors' names."""

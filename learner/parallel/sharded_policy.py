@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import orjson
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rollstream.eventlog.files import HashingFile
 from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.policy import PolicyModel
-from rollstream.learner.model.ranks import whole
+from rollstream.learner.model.ranks import Ranks, whole
 from rollstream.learner.parallel.process_ranks import ProcessRanks
 from rollstream.schemas.settings import ModelSettings
 
@@ -229,22 +230,50 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
     return files.sha256
 
 
-def read_shards(folder: Path, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Read the tensors that `write_shards` has written, with the same number of processes or another.
+def checkpointed(
+    folder: Path, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor] | None, ranks: Ranks
+) -> Mapping[str, Tensor]:
+    """The tensors of a checkpoint in a folder: `tensors`, or, if it has none, its shards. All processes must call it.
 
-    `like`: tensors by name; the ones of such a name are in shards as these are, all others are whole. If it is given,
-    all processes must call it. Raises OSError.
+    `like`: as for `empty_shards`; none in a process that is alone. Raises OSError.
     """
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    tensors = {name: _empty(found, (like or {}).get(name)) for name, found in sorted(metadata.items())}
+    found = tensors or empty_shards(folder, like)
+    shapes = orjson.dumps({name: [*value.shape] for name, value in sorted(found.items())})
+    if set(ranks.gathered(shapes)) != {shapes}:  # whoever cannot read it tells the others here
+        raise OSError(f"processes find different tensors in {folder}; let all of them see the same folder")
+    if not tensors:
+        read_shards(folder, found, alone=like is None)
+        return found
+    return tensors if like is None else {name: sharded_like(like.get(name, one), one) for name, one in tensors.items()}
+
+
+def empty_shards(folder: Path, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Tensors for `read_shards` to fill, by name: those of a name in `like` are in shards as these are, all others are
+    whole. Raises OSError.
+    """
+    try:
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except (SafetensorError, ValueError, LookupError) as error:
+        raise _unreadable(folder, error) from error
+    return {name: _empty(found, (like or {}).get(name)) for name, found in sorted(metadata.items())}
+
+
+def read_shards(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
+    """Read into `empty_shards` what `write_shards` has written, with the same number of processes or another.
+
+    Unless `alone`, all processes must call it. Raises OSError.
+    """
     reader = HuggingFaceStorageReader(str(folder))
     with warnings.catch_warnings():  # of no process group, where this process alone reads
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         try:
-            state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=like is None)
+            state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=alone)
         except CheckpointException as error:
-            raise OSError(f"shards of {folder} cannot be read: {_first(error)}; restore the folder") from error
-    return tensors
+            raise _unreadable(folder, _first(error)) from error
+
+
+def _unreadable(folder: Path, error: BaseException) -> OSError:
+    return OSError(f"shards of {folder} cannot be read: {error}; restore the folder")
 
 
 def _first(error: CheckpointException) -> BaseException:

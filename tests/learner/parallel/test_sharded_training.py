@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -20,7 +21,12 @@ from rollstream.learner.model.optimizer import load_state_tensors, make_optimize
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import train_batch
 from rollstream.learner.parallel.process_ranks import ProcessRanks, joined, shares
-from rollstream.learner.parallel.sharded_policy import ShardedPolicy, gathered_as, read_shards, write_shards
+from rollstream.learner.parallel.sharded_policy import (
+    ShardedPolicy,
+    checkpointed,
+    gathered_as,
+    write_shards,
+)
 from rollstream.schemas.algorithms import GrpoSettings, MaltSettings
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.policy_gradient import OffPolicySettings
@@ -122,7 +128,7 @@ class Training:
         of_optimizer = state_tensors(self.optimizer, self.model.trainable())
         return weights | {f"optimizer/{name}": value for name, value in of_optimizer.items()}
 
-    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, value in self.model.trainable():
                 value.copy_(tensors[f"weights/{name}"])
@@ -168,7 +174,7 @@ def resumed_together(model: Path, folder: Path, kinds: tuple[str, ...]) -> None:
         for kind in kinds:
             chosen = settings(model, kind)
             training = Training(ShardedPolicy(chosen.model, ranks, seed=7), chosen, kind)
-            training.restore(read_shards(folder / f"{kind}-shards", training.like()))
+            training.restore(checkpointed(folder / f"{kind}-shards", {}, training.like(), ranks))
             training.run(NUM_STEPS // 2, NUM_STEPS)
             training.keep(folder, f"{kind}-{ranks.num}-resumed")
 
@@ -233,10 +239,36 @@ def test_a_process_alone_reads_shards_whole(folder: Path, tiny_model: Path) -> N
     make_deterministic(1)
     chosen = settings(tiny_model, "full")
     training = Training(PolicyModel(chosen.model, seed=7), chosen, "full")
-    training.restore(read_shards(folder / "full-shards"))
+    training.restore(checkpointed(folder / "full-shards", {}, None, training.model.ranks))
     training.run(NUM_STEPS // 2, NUM_STEPS)
     training.keep(folder, "full-alone-resumed")
     assert furthest(weights(folder, "full-2-0"), weights(folder, "full-alone-resumed")) < 1e-5
+
+
+def resumed_in_vain(shards: Path, folder: Path) -> None:
+    """One of the processes, of which one sees other folders than the other."""
+    with joined() as ranks:
+        for name in UNREADABLE:
+            if ranks.index:
+                ranks.receive()
+            says = UNREADABLE[name] if ranks.index else ""
+            with pytest.raises(OSError, match=says) as raised, ranks.together("resume"):
+                checkpointed(folder / name if ranks.index else shards, {}, {}, ranks)
+            (folder / f"{name}-{ranks.index}.txt").write_text(str(raised.value))
+
+
+UNREADABLE = {"missing": "missing", "broken": "restore the folder", "empty": "see the same folder"}
+"""Folders of one process, and what its error says."""
+
+
+def test_processes_of_which_one_cannot_read_the_shards_or_sees_others_all_fail(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/shard-00000-model-00001-of-00001.safetensors").write_bytes(b"no safetensors file")
+    together(2, resumed_in_vain, folder / "full-shards", tmp_path)
+    for name, message in UNREADABLE.items():
+        assert message in (tmp_path / f"{name}-1.txt").read_text()
+        assert (tmp_path / f"{name}-0.txt").read_text()
 
 
 def test_rows_are_shared_by_tokens_and_in_order() -> None:
