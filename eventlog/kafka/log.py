@@ -12,7 +12,7 @@ from aiokafka.codec import lz4_encode
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
 from rollstream.eventlog.codec import encode
-from rollstream.eventlog.kafka import client, topic_ids, topics
+from rollstream.eventlog.kafka import batches, client, topic_ids, topics
 from rollstream.eventlog.kafka.client import REQUEST_TIMEOUT_MS, GroupMember, connect, log_errors, new_consumer
 from rollstream.eventlog.kafka.fetch import FETCH_BYTES, WAIT_MS, Fetcher
 from rollstream.eventlog.kafka.group import KafkaGroupReader
@@ -277,34 +277,28 @@ class KafkaLog(OpenedByBlock):
     async def _enqueue_batch(self, batch: Any, topic: str, partition: int) -> "asyncio.Future[Any]":
         producer = self._producer or await self._sending()
         try:
-            return await producer.send_batch(batch, self.kafka.topic_name(topic), partition=partition)
+            sent = await producer.send_batch(batch, self.kafka.topic_name(topic), partition=partition)
         except Exception as error:
             with self._send_errors(topic):
                 raise error
+        return batches.outcome_of(sent)
 
     async def _send_batches(self, events: Sequence[Encoded], partition: int) -> list[Position]:
         """Records of one partition in batches that are made here: one acknowledgement for all records of a batch.
 
         A partition that the caller names is its own to write, so no send of another caller has to join its batches.
         """
-        producer = self._producer or await self._sending()
         sent: list[tuple[str, asyncio.Future[Any]]] = []
         counts: list[int] = []
         left = deque(events)
         while left:
             topic = left[0].topic
             await self._partition(topic, None, partition)
-            batch = producer.create_batch()
-            while left and left[0].topic == topic:
-                one = left[0]
-                if batch.append(timestamp=None, key=one.key, value=one.value, headers=list(one.headers)) is None:
-                    break  # it is full; an empty one takes any record
-                left.popleft()
-            batch.close()
+            batch = batches.filled(self._producer or await self._sending(), left)
             sent.append((topic, await self._enqueue_batch(batch, topic, partition)))
             counts.append(batch.record_count())
         landed = zip(await self._acknowledged(sent), counts, strict=True)
-        return [position for first, count in landed for position in _positions(first, count)]
+        return [position for first, count in landed for position in batches.positions(first, count)]
 
     async def _partition(self, topic: str, key: bytes | None, partition: int | None) -> int:
         """The partition that a record goes to. Raises TopicError if it does not exist."""
@@ -373,12 +367,6 @@ class KafkaLog(OpenedByBlock):
         if part is None:
             raise LogError("the log is not connected; await start() first")
         return part
-
-
-def _positions(first: Position, count: int) -> list[Position]:
-    """Positions of a batch's records. Its offset is -1 if Kafka had the batch already and forgot where."""
-    topic, partition, offset = first
-    return [Position(topic, partition, offset if offset < 0 else offset + index) for index in range(count)]
 
 
 def _no_partition(topic: str, partition: int, count: int) -> TopicError:

@@ -59,6 +59,16 @@ def skip_unused_libraries() -> None:
             importlib.import_module(module)
     finally:
         names.update(before)
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("transformers.loss."):
+            vars(module).setdefault("linear_sum_assignment", _linear_sum_assignment)
+
+
+def _linear_sum_assignment(*given: Any, **options: Any) -> Any:
+    """What transformers' losses of object detection take from scipy, for users' code that computes one."""
+    from scipy.optimize import linear_sum_assignment
+
+    return linear_sum_assignment(*given, **options)
 
 
 def missing(error: ModuleNotFoundError) -> str | None:

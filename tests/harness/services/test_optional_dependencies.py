@@ -21,6 +21,10 @@ import sklearn
 from transformers.utils import is_scipy_available, is_sklearn_available
 
 assert is_sklearn_available() and is_scipy_available()
+from transformers.loss.loss_for_object_detection import linear_sum_assignment
+
+rows, columns = linear_sum_assignment([[2, 1], [1, 2]])
+assert columns.tolist() == [1, 0]
 """
 
 
