@@ -1,4 +1,4 @@
-"""Shared code for aiokafka clients: connecting, converting records and errors.
+"""Shared code for aiokafka clients: connecting, converting records and errors, batches of records.
 
 Also looks up the committed offsets and members of consumer groups without joining them.
 """
@@ -6,20 +6,23 @@ Also looks up the committed offsets and members of consumer groups without joini
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from aiokafka import AIOKafkaConsumer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import GroupAuthorizationFailedError, KafkaError, OffsetOutOfRangeError, for_code
+from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import ConsumerRecord
 
 from rollstream.eventlog.kafka.access import DENIED, denied, why_refused
 from rollstream.eventlog.kafka.membership import MemberConsumer
 from rollstream.eventlog.kafka.security import client_options
-from rollstream.eventlog.log import Record, TopicPartition, truncated
+from rollstream.eventlog.log import Encoded, Position, Record, TopicPartition, truncated
 from rollstream.schemas.errors import AccessDeniedError, ConfigError, LogError, TopicError
 from rollstream.schemas.kafka import KafkaSettings
 
@@ -238,3 +241,41 @@ async def _patiently(group: str, ask: Callable[[], Awaitable[T]]) -> T:
                 raise
             await asyncio.sleep(0.2)
     return await ask()
+
+
+def filled_batch(producer: AIOKafkaProducer, left: deque[Encoded]) -> BatchBuilder:
+    """A batch of the first records in `left` that are of one topic, which are removed there; of no more than fit."""
+    batch = producer.create_batch()
+    topic = left[0].topic
+    while left and left[0].topic == topic:
+        one = left[0]
+        if batch.append(timestamp=None, key=one.key, value=one.value, headers=list(one.headers)) is None:
+            break  # it is full; an empty one takes any record
+        left.popleft()
+    batch.close()
+    return batch
+
+
+def outcome_of(sent: "asyncio.Future[Any]") -> "asyncio.Future[Any]":
+    """A future that may be failed by its owner without an end of aiokafka's, which has to be heard of to the end."""
+    own: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    sent.add_done_callback(partial(_pass_on, own))
+    return own
+
+
+def _pass_on(own: "asyncio.Future[Any]", sent: "asyncio.Future[Any]") -> None:
+    error = None if sent.cancelled() else sent.exception()
+    if own.done():
+        return
+    if sent.cancelled():
+        own.cancel()
+    elif error is not None:
+        own.set_exception(error)
+    else:
+        own.set_result(sent.result())
+
+
+def positions_of(first: Position, count: int) -> list[Position]:
+    """Positions of a batch's records. Its offset is -1 if Kafka had the batch already and forgot where."""
+    topic, partition, offset = first
+    return [Position(topic, partition, offset if offset < 0 else offset + index) for index in range(count)]

@@ -12,7 +12,7 @@ from aiokafka.codec import lz4_encode
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
 from rollstream.eventlog.codec import encode
-from rollstream.eventlog.kafka import batches, client, topic_ids, topics
+from rollstream.eventlog.kafka import client, topic_ids, topics
 from rollstream.eventlog.kafka.client import REQUEST_TIMEOUT_MS, GroupMember, connect, log_errors, new_consumer
 from rollstream.eventlog.kafka.fetch import FETCH_BYTES, WAIT_MS, Fetcher
 from rollstream.eventlog.kafka.group import KafkaGroupReader
@@ -281,7 +281,7 @@ class KafkaLog(OpenedByBlock):
         except Exception as error:
             with self._send_errors(topic):
                 raise error
-        return batches.outcome_of(sent)
+        return client.outcome_of(sent)
 
     async def _send_batches(self, events: Sequence[Encoded], partition: int) -> list[Position]:
         """Records of one partition in batches that are made here: one acknowledgement for all records of a batch.
@@ -294,11 +294,11 @@ class KafkaLog(OpenedByBlock):
         while left:
             topic = left[0].topic
             await self._partition(topic, None, partition)
-            batch = batches.filled(self._producer or await self._sending(), left)
+            batch = client.filled_batch(self._producer or await self._sending(), left)
             sent.append((topic, await self._enqueue_batch(batch, topic, partition)))
             counts.append(batch.record_count())
         landed = zip(await self._acknowledged(sent), counts, strict=True)
-        return [position for first, count in landed for position in batches.positions(first, count)]
+        return [position for first, count in landed for position in client.positions_of(first, count)]
 
     async def _partition(self, topic: str, key: bytes | None, partition: int | None) -> int:
         """The partition that a record goes to. Raises TopicError if it does not exist."""

@@ -65,7 +65,7 @@ def skip_unused_libraries() -> None:
 
 
 def _linear_sum_assignment(*given: Any, **options: Any) -> Any:
-    """What transformers' losses of object detection take from scipy, for users' code that computes one."""
+    """The function of scipy that transformers' losses of object detection use, for users' code that computes one."""
     from scipy.optimize import linear_sum_assignment
 
     return linear_sum_assignment(*given, **options)
