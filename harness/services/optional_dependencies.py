@@ -43,7 +43,7 @@ def skip_unused_libraries() -> None:
     """Load the modules of transformers that use `UNUSED` as they are without it, unless it is loaded already.
 
     Where another package installed scikit-learn or scipy, they import it for assisted generation and for losses of
-    object detection, which nothing here uses: a quarter of a service's start. Users' code still imports both, and
+    object detection, which nothing here uses: a sixth of a learner's start. Users' code still imports both, and
     transformers still finds them.
     """
     unused = {library: module for library, module in UNUSED.items() if library not in sys.modules}
