@@ -34,8 +34,9 @@ from rollstream.harness.runs.preflight import (
     check_truncation,
     check_workflow,
 )
+from rollstream.harness.services.fork_server import IS_POSSIBLE, ForkServer
 from rollstream.harness.services.liveness import read_sign
-from rollstream.harness.services.serving import GROUPS
+from rollstream.harness.services.serving import GROUPS, LOADED_ONCE, WITH_MODELS
 from rollstream.harness.services.sole_use import check_sole_use, sole_name, sole_output, sole_run
 from rollstream.harness.services.supervisor import ChildSpec, Supervisor
 from rollstream.harness.services.workspace import EMBEDDED, NAMES, Workspace, embedded_broker
@@ -84,6 +85,8 @@ class WorkspaceLease(NamedTuple):
     """The embedded one, if it was started here."""
     examples: "list[Example] | None" = None
     """Examples of a new run; None of one that is resumed."""
+    fork_server: ForkServer | None = None
+    """Of managed services with models, where processes can be forked."""
 
 
 class RunContext(NamedTuple):
@@ -135,10 +138,17 @@ def held(run_request: RunRequest, display: Display) -> Iterator[WorkspaceLease]:
             name = run_request.resume or run_request.name
             stack.enter_context(workspace.in_use(f"finetune {name}", is_shared=not is_managed))
         check_metrics(config, workspace.folder)
+        fork_server = None
+        if is_managed and IS_POSSIBLE:
+            # Before the broker: both take seconds to start.
+            workspace.logs.mkdir(parents=True, exist_ok=True)
+            environment = environment_of_services(config, os.environ)
+            fork_server = ForkServer(LOADED_ONCE, workspace.logs / "fork-server.log", environment)
+            stack.callback(fork_server.close)
         kafka, broker = stack.enter_context(broker_of_run(config, workspace))
         display.print(f"broker {kafka.bootstrap_servers}, logs in {workspace.logs}")
         yield WorkspaceLease(
-            RunLocation(kafka, artifact_uri(config, workspace.folder), workspace.folder), broker, examples
+            RunLocation(kafka, artifact_uri(config, workspace.folder), workspace.folder), broker, examples, fork_server
         )
 
 
@@ -174,7 +184,7 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
                 display.print(line)
             signs = asyncio.create_task(give_signs_of_life(log, run.started, is_new=run.is_new))
             stack.push_async_callback(_cancel, signs)
-            supervisor = _supervisor(run_request.config, location, run.started.run_id, artifacts)
+            supervisor = _supervisor(run_request.config, lease, run.started.run_id, artifacts)
             for spec in supervisor.specs:
                 async with sole_name(location.workspace, spec.name):
                     pass  # each service takes its own when it starts; here it would be refused again and again
@@ -308,11 +318,12 @@ async def _check_sole_use(config: RunConfig, lease: WorkspaceLease, log: "KafkaL
         await check_sole_use(log, groups, location, session_timeout_s=builder.session_timeout_s, notify=display.print)
 
 
-def _supervisor(config: RunConfig, location: RunLocation, run_id: str, artifacts: "ArtifactStore") -> Supervisor:
+def _supervisor(config: RunConfig, lease: WorkspaceLease, run_id: str, artifacts: "ArtifactStore") -> Supervisor:
     """Services in the order in which they are stopped; none if they are external.
 
     Settings are passed on standard input.
     """
+    location = lease.location
     if config.builder.services == "external":
         return Supervisor([], location.workspace / "logs")
     specs: list[ChildSpec] = []
@@ -330,13 +341,15 @@ def _supervisor(config: RunConfig, location: RunLocation, run_id: str, artifacts
             "--settings",
             "-",
         ]
-        specs.append(ChildSpec(name, command, with_secrets(settings).encode(), ranks[service]))
+        stdin = with_secrets(settings).encode()
+        specs.append(ChildSpec(name, command, stdin, ranks[service], is_forked=service in WITH_MODELS))
     return Supervisor(
         specs,
         location.workspace / "logs",
         environment_of_services(config, os.environ),
         silence_s=_silence(Workspace(location.workspace).health),
         waits_for=lambda: _missing(config, location, folders_of(config, location.workspace, artifacts)),
+        fork_server=lease.fork_server,
     )
 
 

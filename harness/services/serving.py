@@ -57,6 +57,8 @@ MODULES = {"gateway": GATEWAY, "endpoint": GATEWAY}
 CLI = "rollstream.harness.cli.main"
 WITH_MODELS = ("producers", "learner")
 """Services that import transformers."""
+LOADED_ONCE = (*(f"rollstream.{service}.service" for service in WITH_MODELS), "peft")
+"""Modules that the fork server of a run imports for them."""
 FROM_ENVIRONMENT = {
     "bootstrap_servers": "ROLLSTREAM_BOOTSTRAP_SERVERS",
     "artifact_uri": "ROLLSTREAM_ARTIFACT_URI",

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from rollstream.eventlog.broker.guard import MAX_LOG_BYTES, bound_log
 from rollstream.eventlog.broker.restarts import FIRST_BACKOFF_S, Restarts
+from rollstream.harness.services.fork_server import ForkedProcess, ForkServer, ForkServerError
 from rollstream.harness.services.liveness import PARENT
 from rollstream.schemas.errors import RunFailedError
 
@@ -48,13 +49,15 @@ class ChildSpec:
     stdin: bytes = b""
     stop_rank: int = 0
     """Children of a lower rank are stopped before those of a higher one."""
+    is_forked: bool = False
+    """Start it by the fork server, if there is one; `command` is the interpreter, `-m`, and what to run then."""
 
 
 @dataclass
 class _Child:
     spec: ChildSpec
     restarts: Restarts
-    process: "subprocess.Popen[bytes] | None" = None
+    process: "subprocess.Popen[bytes] | ForkedProcess | None" = None
     restart_at: float = 0.0
     is_silent: bool = False
     """Whether it sent no heartbeats at the last look."""
@@ -79,6 +82,8 @@ class Supervisor:
 
     A service that ends meanwhile, or gives no sign of life, is started again afterwards, and that does not count.
     """
+    fork_server: ForkServer | None = None
+    """Starts the children that are forks, once it has loaded its libraries. Who made it closes it."""
     total_restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -88,10 +93,11 @@ class Supervisor:
         self._paused_until = float("-inf")
 
     def start(self) -> None:
-        """Start all children."""
+        """Start all children; forks are started by `check` if the fork server is not ready yet."""
         self.logs.mkdir(parents=True, exist_ok=True)
         for child in self._children:
-            self._launch(child)
+            if self._is_startable(child):
+                self._launch(child)
 
     def pids(self) -> dict[str, int]:
         """Process ids of the running children by name."""
@@ -160,7 +166,7 @@ class Supervisor:
     def _check_child(self, child: _Child) -> None:
         now = self._checked_at
         if child.process is None:
-            if now >= child.restart_at and not self.waits_for():
+            if now >= child.restart_at and not self.waits_for() and self._is_startable(child):
                 self._launch(child)
             return
         code = child.process.poll()
@@ -201,28 +207,54 @@ class Supervisor:
         logger.warning("service %s %s; restarting in %.1f s: %s", name, how, wait_s, words)
         return wait_s
 
+    def _is_startable(self, child: _Child) -> bool:
+        if self.fork_server is None or not child.spec.is_forked:
+            return True
+        try:
+            return self.fork_server.is_ready()
+        except ForkServerError as error:
+            self._do_without_forks(error)
+            return True
+
+    def _do_without_forks(self, error: ForkServerError) -> None:
+        logger.warning("%s (see %s); services import their libraries themselves from now on", error, self.logs)
+        self.fork_server = None
+
     def _launch(self, child: _Child) -> None:
-        with (self.logs / f"{child.spec.name}.log").open("a+b") as log:
+        path = self.logs / f"{child.spec.name}.log"
+        with path.open("a+b") as log:
             _end_line(log)
             child.log_begin = log.seek(0, os.SEEK_END)
-            process = subprocess.Popen(
-                list(child.spec.command),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**self.env, PARENT: str(os.getpid())},
-                process_group=0,  # Ctrl-C in the terminal is for the parent, which stops the children in order
-            )
+            child.process = self._forked(child.spec, path) or self._started(child.spec, log)
+
+    def _forked(self, spec: ChildSpec, log: Path) -> ForkedProcess | None:
+        if self.fork_server is None or not spec.is_forked:
+            return None
+        try:
+            return self.fork_server.fork(spec.command[2:], spec.stdin, log)
+        except ForkServerError as error:
+            self._do_without_forks(error)
+            return None
+
+    def _started(self, spec: ChildSpec, log: BinaryIO) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            list(spec.command),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env={**self.env, PARENT: str(os.getpid())},
+            process_group=0,  # Ctrl-C in the terminal is for the parent, which stops the children in order
+        )
         assert process.stdin is not None
         try:
-            process.stdin.write(child.spec.stdin)
+            process.stdin.write(spec.stdin)
             process.stdin.close()
         except BrokenPipeError:
-            logger.warning("service %s exited before it read its settings", child.spec.name)
-        child.process = process
+            logger.warning("service %s exited before it read its settings", spec.name)
+        return process
 
     @staticmethod
-    def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    def _kill(processes: Sequence["subprocess.Popen[bytes] | ForkedProcess"]) -> None:
         for process in processes:
             if process.poll() is None:
                 process.kill()

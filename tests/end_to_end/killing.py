@@ -11,7 +11,7 @@ def child(command: subprocess.Popen[str], words: tuple[str, ...]) -> psutil.Proc
     """The descendant whose command line holds all the words."""
     for process in psutil.Process(command.pid).children(recursive=True):
         try:
-            line = process.cmdline()
+            line = " ".join(process.cmdline()).split()  # of a fork, it is one string
         except psutil.NoSuchProcess:
             continue
         if all(word in line for word in words):
