@@ -30,7 +30,7 @@ settings.load_profile("any machine")
 TEST_DEVICE = "ROLLSTREAM_TEST_DEVICE"
 """Variable with the device of the tests marked `gpu`: `cpu` rehearses them."""
 JOIN_TIMEOUT_S = 60.0
-KEPT_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "matching_process.py")
+KEPT_CHILDREN = ("multiprocessing.resource_tracker", "forkserver", "fork_server", "matching_process.py")
 """Helpers that a process keeps for further use and ends at its exit."""
 
 gc.disable()

@@ -8,7 +8,7 @@ exit status. It dies with the fork server, and the fork server with the process 
 The standard library's fork server (multiprocessing) imports the main module of its parent again in every process: a
 user's script, where a trainer is called from Python.
 
-Requests and answers are lines of JSON on the fork server's standard input and output. Linux only.
+Requests and answers are lines of JSON on the fork server's standard input and output.
 """
 
 import base64
@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import setproctitle
 
@@ -35,8 +35,10 @@ from rollstream.harness.services.liveness import PARENT, die_with_parent
 from rollstream.harness.services.optional_dependencies import skip_unused_libraries
 from rollstream.schemas.errors import RollstreamError
 
-IS_POSSIBLE = sys.platform == "linux"
-"""macOS' own libraries do not work in a fork, and Windows has none."""
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
+IS_POSSIBLE = sys.platform == "linux" and not any(map(os.path.exists, GPU_DEVICES))
+"""macOS' own libraries do not work in a fork, and a library that opens a GPU while it is imported (bitsandbytes does)
+leaves it unusable for forks."""
 ANSWER_TIMEOUT_S = 10.0
 POLL_S = 0.01
 MAX_READ = 1 << 16
@@ -82,14 +84,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
         with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, *modules],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                env={**env, PARENT: str(os.getpid())},
-                process_group=0,
-            )
+            self._process = started(modules, output, {**env, PARENT: str(os.getpid())})
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self._answers = self._process.stdin, self._process.stdout
@@ -153,6 +148,18 @@ class ForkServer:
                 self._is_ready = True
 
 
+def started(modules: Sequence[str], errors: BinaryIO, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """The fork server's process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, *modules],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env=env,
+        process_group=0,
+    )
+
+
 def main(modules: Sequence[str]) -> None:
     """Import the modules, then fork for every request until standard input is closed; a fork runs its command."""
     die_with_parent(os.environ)
@@ -174,7 +181,7 @@ def _load(modules: Sequence[str]) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception:  # noqa: BLE001 - whatever a library's import raises
+        except Exception:  # noqa: BLE001 -- whatever a library's import raises
             traceback.print_exc()
     gc.freeze()  # a collection in a fork would write to all objects, and so copy the memory that the forks share
     gc.enable()
@@ -200,8 +207,9 @@ def _next_fork(answers: int) -> dict[str, Any] | None:
                 for line in lines:
                     pid = os.fork()
                     if not pid:
-                        for other in filter(None, ready.get_map()):
-                            os.close(other)
+                        for other in ready.get_map().values():
+                            if other.fd:
+                                os.close(other.fd)
                         return json.loads(line)
                     ready.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
                     _answer(answers, {"pid": pid})

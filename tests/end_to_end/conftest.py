@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import yaml
 
 from rollstream.learner.tiny_model import make_tiny_model
+from tests.rigs.services import forked_command, forked_commands
+from tests.rigs.services.forked_commands import Command
 
 CLI = [sys.executable, "-m", "rollstream.harness.cli.main"]
 
@@ -32,7 +35,7 @@ async def digits(session: Session) -> None:
     share = sum(character.isdigit() for character in text) / max(1, len(text))
     await session.reward(share + crc32(text.encode()) / 2**40)
 '''
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {**os.environ, **forked_command.AT_IMPORT}
 
 
 @dataclass(frozen=True)
@@ -101,26 +104,22 @@ class Project:
 
     def run(self, *arguments: str, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
         """One command to its end."""
-        return subprocess.run(
-            self.command(*arguments),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=self.folder,
-            env={**ENVIRONMENT, "PYTHONPATH": str(self.folder), **environment},
-        )
+        command, env = self.command(*arguments), self._environment(environment)
+        if not environment:
+            return forked_commands.run(command[len(CLI) :], timeout, cwd=self.folder, env=env)
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=self.folder, env=env)
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, **environment: str) -> Command:
         """One command that goes on."""
-        with (self.folder / "out.txt").open("a") as out:
-            return subprocess.Popen(
-                self.command(*arguments),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=self.folder,
-                env={**ENVIRONMENT, "PYTHONPATH": str(self.folder), **environment},
-            )
+        command, env, path = self.command(*arguments), self._environment(environment), self.folder / "out.txt"
+        if not environment:
+            return forked_commands.start(command[len(CLI) :], path, cwd=self.folder, env=env)
+        with path.open("a") as out:
+            return subprocess.Popen(command, stdout=out, stderr=out, text=True, cwd=self.folder, env=env)
+
+    def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
+        """Variables of a command. One with variables of its own starts alone: libraries may read them when imported."""
+        return {**ENVIRONMENT, "PYTHONPATH": str(self.folder), **more}
 
     def output(self) -> str:
         """Output of the started commands."""

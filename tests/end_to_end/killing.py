@@ -1,13 +1,14 @@
 """Finding the processes of a command that goes on, and waiting until it has come so far."""
 
-import subprocess
 import time
 from typing import Any
 
 import psutil
 
+from tests.rigs.services.forked_commands import Command
 
-def child(command: subprocess.Popen[str], words: tuple[str, ...]) -> psutil.Process | None:
+
+def child(command: Command, words: tuple[str, ...]) -> psutil.Process | None:
     """The descendant whose command line holds all the words."""
     for process in psutil.Process(command.pid).children(recursive=True):
         try:
@@ -19,7 +20,7 @@ def child(command: subprocess.Popen[str], words: tuple[str, ...]) -> psutil.Proc
     return None
 
 
-def wait_versions(project: Any, command: subprocess.Popen[str], count: int, *, timeout_s: float = 120) -> None:
+def wait_versions(project: Any, command: Command, count: int, *, timeout_s: float = 120) -> None:
     """Until so many weight versions are published."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -36,7 +37,7 @@ def versions_loaded(project: Any) -> int:
     return log.read_text().count(" loaded model_group=") if log.exists() else 0
 
 
-def kill_at(project: Any, command: subprocess.Popen[str], count: int, name: str) -> None:
+def kill_at(project: Any, command: Command, count: int, name: str) -> None:
     """Kill the process whose command line has `name`, by SIGKILL, once so many weight versions are published."""
     wait_versions(project, command, count)
     victim = child(command, (name,))

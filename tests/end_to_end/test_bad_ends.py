@@ -19,7 +19,11 @@ async def wins(session: Session) -> None:
     await session.chat([{{"role": "user", "content": "?"}}])
     await session.reward(1.0)
 """
-DIES = "import sys\nif 'learner' in sys.orig_argv: raise SystemExit(3)\n"
+DIES = """
+import sys
+if "learner" in sys.orig_argv or "rollstream.harness.services.fork_server" in sys.orig_argv:
+    raise SystemExit(3)
+"""
 
 
 def game(project: Any, refused: str = "no command", **builder: Any) -> dict[str, Any]:
@@ -64,7 +68,8 @@ def test_a_loss_that_is_not_finite_fails_the_run_and_its_job(project: Any) -> No
 
 def test_a_run_whose_learner_cannot_be_started_stays_open_and_its_job_too(project: Any) -> None:
     (project.folder / "sitecustomize.py").write_text(DIES)
-    done = project.run("finetune", "--config_file", str(project.write(game(project))))
+    config = str(project.write(game(project)))
+    done = project.run("finetune", "--config_file", config, PYTHONPATH=str(project.folder))
     assert done.returncode == 1, done.stdout + done.stderr
     (run,) = project.rows("SELECT run_id, state, message FROM runs")
     assert (run["state"], run["message"]) == ("running", None)

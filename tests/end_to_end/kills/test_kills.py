@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.killing import child, kill_at, versions_loaded, wait_versions
+from tests.rigs.services.forked_commands import Command
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -47,7 +47,7 @@ def assert_whole(project: Any) -> None:
 
 
 @contextlib.contextmanager
-def completed(project: Any, config: Path) -> Iterator[subprocess.Popen[str]]:
+def completed(project: Any, config: Path) -> Iterator[Command]:
     """A run in the hands of the test, which then must come to its end with nothing lost or doubled."""
     command = project.start("finetune", "--config_file", str(config), "--result_json_path", str(project.result))
     try:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import subprocess
 import time
 from operator import itemgetter
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.killing import child
+from tests.rigs.services.forked_commands import Command
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -64,7 +64,7 @@ def test_producers_that_are_killed_lose_and_double_nothing_of_oversampled_groups
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
-def kill_a_producer(project: Any, command: subprocess.Popen[str], version: int) -> None:
+def kill_a_producer(project: Any, command: Command, version: int) -> None:
     """Once any has loaded the version or a later one."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:

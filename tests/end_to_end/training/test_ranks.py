@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from typing import Any
 
@@ -10,6 +9,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.killing import wait_versions
+from tests.rigs.services.forked_commands import Command
 from tests.rigs.services.process_group import rank_of
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -17,7 +17,7 @@ EPOCHS = 10
 TIMEOUT_S = 300.0
 
 
-def ranks_of(command: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+def ranks_of(command: Command) -> dict[int, psutil.Process]:
     """The learner's processes by rank, once there are two."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:

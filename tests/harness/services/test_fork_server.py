@@ -15,7 +15,7 @@ import pytest
 from rollstream.harness.services.fork_server import IS_POSSIBLE, ForkedProcess, ForkServer, ForkServerError
 from rollstream.harness.services.supervisor import ChildSpec, Supervisor
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_POSSIBLE, reason="only Linux can fork safely")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_POSSIBLE, reason="only Linux without a GPU can fork safely")]
 
 LIBRARY = "import os; PID = os.getpid(); print('no answer', flush=True)"
 PROGRAM = """
