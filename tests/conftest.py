@@ -30,7 +30,9 @@ settings.load_profile("any machine")
 TEST_DEVICE = "ROLLSTREAM_TEST_DEVICE"
 """Variable with the device of the tests marked `gpu`: `cpu` rehearses them."""
 JOIN_TIMEOUT_S = 60.0
-KEPT_CHILDREN = ("multiprocessing.resource_tracker", "forkserver", "fork_server", "matching_process.py")
+FORK_SERVER = "rollstream.harness.cli.finetune"
+"""A module that the fork server of tests/rigs/services/forked_commands.py loads, and no other one."""
+KEPT_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "matching_process.py", FORK_SERVER)
 """Helpers that a process keeps for further use and ends at its exit."""
 
 gc.disable()

@@ -34,7 +34,7 @@ from rollstream.harness.runs.preflight import (
     check_truncation,
     check_workflow,
 )
-from rollstream.harness.services.fork_server import IS_POSSIBLE, ForkServer
+from rollstream.harness.services.fork_server import ForkServer, start_where_possible
 from rollstream.harness.services.liveness import read_sign
 from rollstream.harness.services.serving import GROUPS, LOADED_ONCE, WITH_MODELS
 from rollstream.harness.services.sole_use import check_sole_use, sole_name, sole_output, sole_run
@@ -86,7 +86,7 @@ class WorkspaceLease(NamedTuple):
     examples: "list[Example] | None" = None
     """Examples of a new run; None of one that is resumed."""
     fork_server: ForkServer | None = None
-    """Of managed services with models, where processes can be forked."""
+    """The one of managed services with models, where processes can be forked."""
 
 
 class RunContext(NamedTuple):
@@ -139,11 +139,9 @@ def held(run_request: RunRequest, display: Display) -> Iterator[WorkspaceLease]:
             stack.enter_context(workspace.in_use(f"finetune {name}", is_shared=not is_managed))
         check_metrics(config, workspace.folder)
         fork_server = None
-        if is_managed and IS_POSSIBLE:
-            # Before the broker: both take seconds to start.
-            workspace.logs.mkdir(parents=True, exist_ok=True)
-            environment = environment_of_services(config, os.environ)
-            fork_server = ForkServer(LOADED_ONCE, workspace.logs / "fork-server.log", environment)
+        if is_managed:  # before the broker: both take seconds to start
+            fork_server = start_where_possible(LOADED_ONCE, workspace.logs, environment_of_services(config, os.environ))
+        if fork_server is not None:
             stack.callback(fork_server.close)
         kafka, broker = stack.enter_context(broker_of_run(config, workspace))
         display.print(f"broker {kafka.bootstrap_servers}, logs in {workspace.logs}")

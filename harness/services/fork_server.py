@@ -8,44 +8,53 @@ exit status. It dies with the fork server, and the fork server with the process 
 The standard library's fork server (multiprocessing) imports the main module of its parent again in every process: a
 user's script, where a trainer is called from Python.
 
-Requests and answers are lines of JSON on the fork server's standard input and output.
+Requests and answers are lines of JSON on a socket, which is the fork server's standard input.
 """
 
 import base64
 import contextlib
+import fcntl
+import functools
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
-import select
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import setproctitle
 
+from rollstream.eventlog.broker.guard import bound_log
 from rollstream.harness.services.liveness import PARENT, die_with_parent
 from rollstream.harness.services.optional_dependencies import skip_unused_libraries
 from rollstream.schemas.errors import RollstreamError
 
-GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
-IS_POSSIBLE = sys.platform == "linux" and not any(map(os.path.exists, GPU_DEVICES))
+GPUS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/kfd")
+IS_POSSIBLE = sys.platform == "linux" and not any(map(os.path.exists, GPUS))
 """macOS' own libraries do not work in a fork, and a library that opens a GPU while it is imported (bitsandbytes does)
 leaves it unusable for forks."""
+LOAD_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 10.0
 POLL_S = 0.01
 MAX_READ = 1 << 16
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals for all processes of a run, on which its services end in order; the fork server ends after them."""
+
+logger = logging.getLogger(__name__)
 
 
 class ForkServerError(RollstreamError):
-    """The fork server has ended, or does not answer."""
+    """The fork server has ended, does not answer, or cannot fork."""
 
 
 class ForkedProcess:
@@ -69,8 +78,13 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """SIGKILL. Ends the fork server if that does not report the end in time."""
         self.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self._server.close()
+            time.sleep(POLL_S)
 
     def wait(self) -> int:
         """The exit status once it has ended."""
@@ -83,41 +97,62 @@ class ForkServer:
     """The parent's side: starts the fork server, and asks it for processes."""
 
     def __init__(self, modules: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
-        with log.open("ab") as output:
-            self._process = started(modules, output, {**env, PARENT: str(os.getpid())})
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin, self._process.stdout
-        os.set_blocking(self._answers.fileno(), False)
+        """Raises ForkServerError if it cannot be started."""
+        self.log = log
+        self._socket, its_socket = socket.socketpair()
+        try:
+            bound_log(str(log))
+            with log.open("ab") as output:
+                self._process = started(modules, its_socket, output, {**env, PARENT: str(os.getpid())})
+        except OSError as error:
+            self._socket.close()
+            raise ForkServerError(f"the fork server cannot be started: {error}") from error
+        finally:
+            its_socket.close()
+        self._socket.setblocking(False)
+        self._ready_by = time.monotonic() + LOAD_TIMEOUT_S
         self._rest = b""
         self._is_ready = False
-        self._started: list[int] = []
-        """Process ids that no `fork` has returned yet."""
+        self._answer: dict[str, Any] | None = None
         self._statuses: dict[int, int] = {}
         """Exit statuses by process id, until they are taken."""
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is closed, by its owner or because it did not answer."""
+        return self._socket.fileno() < 0
+
     def is_ready(self) -> bool:
-        """Whether the libraries are loaded. Raises ForkServerError if it has ended."""
+        """Whether the libraries are loaded. Raises ForkServerError if it has ended, or takes too long."""
         self._read()
         if self._process.poll() is not None:
-            raise ForkServerError(f"the fork server has ended with status {self._process.returncode}")
+            self._fail(f"the fork server has ended with status {self._process.returncode}")
+        if not self._is_ready and time.monotonic() > self._ready_by:
+            self._fail(f"the fork server has not loaded its libraries in {LOAD_TIMEOUT_S:.0f} s")
         return self._is_ready
 
     def fork(self, command: Sequence[str], stdin: bytes, log: Path) -> ForkedProcess:
-        """Start `python -m` with the words of the command; returns once it has. Raises ForkServerError."""
-        request = {"command": list(command), "stdin": base64.b64encode(stdin).decode(), "log": str(log)}
+        """Start `python -m` with the words of the command; returns once it has.
+
+        Raises ForkServerError; unless it could not fork, it is closed then.
+        """
+        request = {"command": list(command), "stdin": base64.b64encode(stdin).decode(), "log": str(log.absolute())}
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         try:
-            self._requests.write(json.dumps(request).encode() + b"\n")
-            self._requests.flush()
+            self._socket.settimeout(ANSWER_TIMEOUT_S)
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            self._socket.setblocking(False)
         except OSError as error:
-            raise ForkServerError(f"the fork server takes no requests: {error}") from error
-        while not self._started:
+            self._fail(f"the fork server takes no requests: {error}")
+        self._answer = None
+        while self._answer is None:
             if time.monotonic() > deadline:
-                raise ForkServerError(f"the fork server has not answered for {ANSWER_TIMEOUT_S:.0f} s")
-            self.is_ready()
-            select.select([self._answers], [], [], POLL_S)
-        return ForkedProcess(self, self._started.pop())
+                self._fail(f"the fork server has not answered for {ANSWER_TIMEOUT_S:.0f} s")
+            if self.is_ready():
+                time.sleep(POLL_S / 10)
+        if "error" in self._answer:
+            raise ForkServerError(f"the fork server cannot fork: {self._answer['error']}")
+        return ForkedProcess(self, self._answer["pid"])
 
     def take_status(self, pid: int) -> int | None:
         """Exit status of a process of this server, None while it runs. To be asked until it is not None."""
@@ -126,35 +161,53 @@ class ForkServer:
         return self._statuses.pop(pid, -signal.SIGKILL if has_ended else None)
 
     def close(self) -> None:
-        """End it, and kill what it has started."""
-        with contextlib.suppress(OSError):
-            self._requests.close()
+        """End it, and kill what it has started. Closing twice changes nothing."""
         self._process.kill()
         self._process.wait()
         self._read()
-        self._answers.close()
+        self._socket.close()
+
+    def _fail(self, message: str) -> NoReturn:
+        """Whatever it would still start could be there twice."""
+        self.close()
+        raise ForkServerError(message)
 
     def _read(self) -> None:
-        while not self._answers.closed and (data := self._answers.read(MAX_READ)):
-            self._rest += data
+        with contextlib.suppress(OSError):  # nothing to read, or closed
+            while data := self._socket.recv(MAX_READ):
+                self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
-            answer: dict[str, int] = json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
             if "status" in answer:
                 self._statuses[answer["pid"]] = answer["status"]
-            elif "pid" in answer:
-                self._started.append(answer["pid"])
+            elif answer:
+                self._answer = answer
             else:
                 self._is_ready = True
 
 
-def started(modules: Sequence[str], errors: BinaryIO, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def start_where_possible(modules: Sequence[str], logs: Path, env: Mapping[str, str]) -> ForkServer | None:
+    """A fork server with its log in a folder; None where there can be none."""
+    if not IS_POSSIBLE:
+        return None
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        return ForkServer(modules, logs / "fork-server.log", env)
+    except ForkServerError as error:
+        logger.warning("%s; services import their libraries themselves", error)
+        return None
+
+
+def started(
+    modules: Sequence[str], requests: socket.socket, output: BinaryIO, env: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     """The fork server's process."""
     return subprocess.Popen(
         [sys.executable, "-m", __name__, *modules],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
+        stdin=requests,
+        stdout=output,
+        stderr=output,
         env=env,
         process_group=0,
     )
@@ -162,32 +215,35 @@ def started(modules: Sequence[str], errors: BinaryIO, env: Mapping[str, str]) ->
 
 def main(modules: Sequence[str]) -> None:
     """Import the modules, then fork for every request until standard input is closed; a fork runs its command."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
     die_with_parent(os.environ)
     os.environ[PARENT] = str(os.getpid())
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what a library prints while it is imported is no answer
     _load(modules)
-    _answer(answers, {})
-    request = _next_fork(answers)
-    os.close(answers)
+    _answer({})
+    request = _next_fork()
     if request is not None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         _become(request)
 
 
 def _load(modules: Sequence[str]) -> None:
     """Import the modules. One that cannot be imported is left to the process that needs it, which fails by it."""
     gc.disable()
-    skip_unused_libraries()
-    for module in modules:
+    for load in (skip_unused_libraries, *(functools.partial(importlib.import_module, module) for module in modules)):
         try:
-            importlib.import_module(module)
+            load()
         except Exception:  # noqa: BLE001 -- whatever a library's import raises
             traceback.print_exc()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        sys.exit("a library has opened the GPU while it was imported")
+    sys.stdout.flush()  # else every fork would write it, too
     gc.freeze()  # a collection in a fork would write to all objects, and so copy the memory that the forks share
     gc.enable()
 
 
-def _next_fork(answers: int) -> dict[str, Any] | None:
+def _next_fork() -> dict[str, Any] | None:
     """Serve requests. Returns one in each fork, and None in the fork server once there are no more."""
     rest = b""
     with selectors.DefaultSelector() as ready:
@@ -198,42 +254,72 @@ def _next_fork(answers: int) -> dict[str, Any] | None:
                     ready.unregister(key.fd)
                     os.close(key.fd)
                     pid, status = os.waitpid(key.data, 0)
-                    _answer(answers, {"pid": pid, "status": os.waitstatus_to_exitcode(status)})
+                    _answer({"pid": pid, "status": os.waitstatus_to_exitcode(status)})
                     continue
                 data = os.read(0, MAX_READ)
                 if not data:
                     return None
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    pid = os.fork()
-                    if not pid:
-                        for other in ready.get_map().values():
-                            if other.fd:
-                                os.close(other.fd)
+                    if _is_fork(ready):
                         return json.loads(line)
-                    ready.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                    _answer(answers, {"pid": pid})
 
 
-def _answer(answers: int, content: dict[str, int]) -> None:
-    os.write(answers, json.dumps(content).encode() + b"\n")
+def _is_fork(ready: selectors.BaseSelector) -> bool:
+    """Fork, and watch the new process. Returns whether this is the fork."""
+    try:
+        pid = os.fork()
+    except OSError as error:
+        _answer({"error": str(error)})
+        return False
+    if not pid:
+        for other in ready.get_map().values():
+            if other.fd:
+                os.close(other.fd)
+        return True
+    ready.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+    _answer({"pid": pid})
+    return False
+
+
+def _answer(content: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # its parent has ended, and so does it
+        os.write(0, json.dumps(content).encode() + b"\n")
 
 
 def _become(request: dict[str, Any]) -> None:
     """Be the process that was asked for; returns when its module has run."""
+    die_with_parent(os.environ)
     os.setpgid(0, 0)
-    stdin = os.memfd_create("stdin")
-    with open(stdin, "wb", closefd=False) as file:
-        file.write(base64.b64decode(request["stdin"]))
-    os.lseek(stdin, 0, os.SEEK_SET)
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    for given, number in ((stdin, 0), (log, 1), (log, 2)):
+    for given, number in ((_holding(base64.b64decode(request["stdin"])), 0), (log, 1), (log, 2)):
         os.dup2(given, number)
-    os.close(stdin)
-    os.close(log)
+        if number != 1:
+            os.close(given)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # its global state is the same in all forks
     module, *_ = sys.argv = request["command"]
-    setproctitle.setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
+    sys.orig_argv = [sys.executable, "-m", *sys.argv]
+    setproctitle.setproctitle(" ".join(sys.orig_argv))
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _holding(data: bytes) -> int:
+    """A file descriptor from which to read the data, once if they fit into a pipe: they may be secret."""
+    reading, writing = os.pipe()
+    try:
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, max(len(data), MAX_READ))
+    except OSError:
+        os.close(reading)
+        os.close(writing)
+        reading = writing = os.memfd_create("stdin")
+    with open(os.dup(writing), "wb") as file:
+        file.write(data)
+    if reading == writing:
+        os.lseek(reading, 0, os.SEEK_SET)
+    else:
+        os.close(writing)
+    return reading
 
 
 if __name__ == "__main__":

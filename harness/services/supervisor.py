@@ -63,6 +63,8 @@ class _Child:
     """Whether it sent no heartbeats at the last look."""
     log_begin: int = 0
     """Size of its log when the process was started."""
+    is_alone: bool = False
+    """Whether it failed by itself, perhaps because it was a fork; it is started as an ordinary process then."""
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Supervisor:
     A service that ends meanwhile, or gives no sign of life, is started again afterwards, and that does not count.
     """
     fork_server: ForkServer | None = None
-    """Starts the children that are forks, once it has loaded its libraries. Who made it closes it."""
+    """Starts the children that are forks, once it has loaded its libraries. Whoever made it closes it, too."""
     total_restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -166,7 +168,7 @@ class Supervisor:
     def _check_child(self, child: _Child) -> None:
         now = self._checked_at
         if child.process is None:
-            if now >= child.restart_at and not self.waits_for() and self._is_startable(child):
+            if now >= child.restart_at and self._is_startable(child) and not self.waits_for():
                 self._launch(child)
             return
         code = child.process.poll()
@@ -194,6 +196,7 @@ class Supervisor:
         name = child.spec.name
         words = self.last_words(name)
         self.total_restarts += 1
+        child.is_alone |= code > 0
         how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
         if reason := self.waits_for():
             logger.warning("service %s %s: %s; it will be restarted", name, how, reason)
@@ -208,32 +211,33 @@ class Supervisor:
         return wait_s
 
     def _is_startable(self, child: _Child) -> bool:
-        if self.fork_server is None or not child.spec.is_forked:
-            return True
+        server = self._server_of(child)
         try:
-            return self.fork_server.is_ready()
+            return server is None or server.is_ready()
         except ForkServerError as error:
-            self._do_without_forks(error)
+            logger.warning("%s (see %s); services import their libraries themselves now", error, server and server.log)
             return True
 
-    def _do_without_forks(self, error: ForkServerError) -> None:
-        logger.warning("%s (see %s); services import their libraries themselves from now on", error, self.logs)
-        self.fork_server = None
+    def _server_of(self, child: _Child) -> ForkServer | None:
+        server = self.fork_server
+        is_forked = child.spec.is_forked and not child.is_alone
+        return server if is_forked and server is not None and not server.is_closed else None
 
     def _launch(self, child: _Child) -> None:
         path = self.logs / f"{child.spec.name}.log"
         with path.open("a+b") as log:
             _end_line(log)
             child.log_begin = log.seek(0, os.SEEK_END)
-            child.process = self._forked(child.spec, path) or self._started(child.spec, log)
+            child.process = self._forked(child, path) or self._started(child.spec, log)
 
-    def _forked(self, spec: ChildSpec, log: Path) -> ForkedProcess | None:
-        if self.fork_server is None or not spec.is_forked:
+    def _forked(self, child: _Child, log: Path) -> ForkedProcess | None:
+        server = self._server_of(child)
+        if server is None:
             return None
         try:
-            return self.fork_server.fork(spec.command[2:], spec.stdin, log)
+            return server.fork(child.spec.command[2:], child.spec.stdin, log)
         except ForkServerError as error:
-            self._do_without_forks(error)
+            logger.warning("%s (see %s); %s imports its libraries itself", error, server.log, child.spec.name)
             return None
 
     def _started(self, spec: ChildSpec, log: BinaryIO) -> "subprocess.Popen[bytes]":

@@ -1,4 +1,4 @@
-"""Starts the processes of a learner by torchrun. The process that does so loads no model library but torch."""
+"""Starts the processes of a learner by torchrun. The module itself needs no model library but torch."""
 
 import logging
 import os

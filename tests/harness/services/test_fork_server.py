@@ -12,12 +12,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollstream.harness.services.fork_server import IS_POSSIBLE, ForkedProcess, ForkServer, ForkServerError
+from rollstream.harness.services import fork_server
+from rollstream.harness.services.fork_server import (
+    IS_POSSIBLE,
+    ForkedProcess,
+    ForkServer,
+    ForkServerError,
+    start_where_possible,
+)
 from rollstream.harness.services.supervisor import ChildSpec, Supervisor
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_POSSIBLE, reason="only Linux without a GPU can fork safely")]
 
-LIBRARY = "import os; PID = os.getpid(); print('no answer', flush=True)"
+LIBRARY = "import os; PID = os.getpid(); print('{}')"
 PROGRAM = """
 import os, sys, library
 print(library.PID == os.getpid(), os.getppid() == library.PID, __name__, sys.argv[1:], sys.stdin.read())
@@ -88,7 +95,7 @@ def test_it_has_its_own_group_and_title(server: ForkServer, tmp_path: Path) -> N
 
 def test_a_library_that_prints_or_fails_while_it_is_imported_is_logged(server: ForkServer, tmp_path: Path) -> None:
     log = (tmp_path / "server.log").read_text()
-    assert "no answer" in log
+    assert log.count("{}") == 1
     assert 'broken.py", line 1' in log
     failing = server.fork(["broken"], b"", tmp_path / "one.log")
     assert failing.wait() == 1
@@ -100,8 +107,95 @@ def test_forks_die_with_the_server_and_count_as_killed(server: ForkServer, tmp_p
     psutil.Process(processes[0].pid).parent().kill()  # pyright: ignore[reportOptionalMemberAccess]
     assert [process.wait() for process in processes] == [-signal.SIGKILL] * 2
     wait_until(lambda: all(is_gone(process.pid) for process in processes))
-    with pytest.raises(ForkServerError, match=r"ended with status -9|takes no requests"):
+    with pytest.raises(ForkServerError, match=r"has ended with status -9|takes no requests"):
         server.fork(["program"], b"", tmp_path / "one.log")
+
+
+def test_signals_to_all_processes_end_the_forks_alone(server: ForkServer, tmp_path: Path) -> None:
+    process = tied(server, tmp_path / "one.log")
+    parent = psutil.Process(process.pid).ppid()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        os.kill(parent, number)
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == -signal.SIGTERM
+    assert server.fork(["program"], b"", tmp_path / "two.log").wait() == 3
+
+
+def test_a_server_that_does_not_answer_is_ended_with_what_it_would_have_started(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = tied(server, tmp_path / "one.log")
+    monkeypatch.setattr(fork_server, "ANSWER_TIMEOUT_S", 0.5)
+    os.kill(psutil.Process(process.pid).ppid(), signal.SIGSTOP)
+    with pytest.raises(ForkServerError, match=r"has not answered for 0 s"):
+        server.fork(["tied"], b"", tmp_path / "two.log")
+    assert server.is_closed
+    assert process.wait() == -signal.SIGKILL
+    wait_until(lambda: is_gone(process.pid))
+    time.sleep(0.2)
+    assert not (tmp_path / "two.log").exists()
+
+
+def test_a_killed_fork_ends_the_server_that_does_not_report_its_end(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = tied(server, tmp_path / "one.log")
+    monkeypatch.setattr(fork_server, "ANSWER_TIMEOUT_S", 0.5)
+    os.kill(psutil.Process(process.pid).ppid(), signal.SIGSTOP)
+    process.kill()
+    assert (process.poll(), server.is_closed) == (-signal.SIGKILL, True)
+
+
+def test_settings_are_read_once(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "reads.py").write_text("import sys; sys.stdin.read(); print(repr(open('/proc/self/fd/0').read()))")
+    assert server.fork(["reads"], b"secret", tmp_path / "one.log").wait() == 0
+    assert (tmp_path / "one.log").read_text() == "''\n"
+
+
+def test_a_server_that_cannot_be_started_is_a_warning(
+    tmp_path: Path, environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "fork-server.log").mkdir()
+    assert start_where_possible([], tmp_path, environment) is None
+    assert "the fork server cannot be started: [Errno 21]" in caplog.text
+
+
+def test_children_that_wait_for_the_server_are_stopped_before_they_start(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+    server = ForkServer(["slow"], tmp_path / "server.log", environment)
+    one = ChildSpec("one", [sys.executable, "-m", "tied"], is_forked=True)
+    supervisor = Supervisor([one], tmp_path, environment, fork_server=server)
+    supervisor.start()
+    supervisor.check()
+    assert supervisor.pids() == {}
+    asyncio.run(supervisor.stop())
+    server.close()
+    assert not (tmp_path / "one.log").exists()
+
+
+def test_a_fork_that_fails_by_itself_is_started_as_an_ordinary_process(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    server = ForkServer(["library"], tmp_path / "server.log", environment)
+
+    async def scenario() -> None:
+        one = ChildSpec("one", [sys.executable, "-m", "program"], is_forked=True)
+        supervisor = Supervisor([one], tmp_path, environment, fork_server=server, first_backoff_s=0.01)
+        supervisor.start()
+        watching = asyncio.create_task(supervisor.watch())
+        while (tmp_path / "one.log").exists() is False or (tmp_path / "one.log").read_text().count("__main__") < 2:
+            await asyncio.sleep(0.02)
+        watching.cancel()
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+    server.close()
+    lines = [line for line in (tmp_path / "one.log").read_text().splitlines() if "__main__" in line]
+    assert [line[:10] for line in lines[:2]] == ["False True", "True False"]
 
 
 def test_server_and_forks_die_with_the_process_that_started_them(tmp_path: Path, environment: dict[str, str]) -> None:

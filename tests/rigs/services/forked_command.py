@@ -5,6 +5,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -23,11 +24,12 @@ AT_IMPORT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLEL
 def main() -> None:
     """Read the command from standard input, and run it as `python -m` does."""
     given: dict[str, Any] = json.load(sys.stdin)
-    before = os.environ.get("PYTHONPATH", "")
+    for entry in (os.getcwd(), *_folders(os.environ.get("PYTHONPATH", ""))):
+        if entry in sys.path:
+            sys.path.remove(entry)
     os.environ.clear()
     os.environ.update(given["env"])
     os.chdir(given["cwd"])
-    del sys.path[: 1 + len(_folders(before))]
     sys.path[:0] = [os.getcwd(), *_folders(os.environ.get("PYTHONPATH", ""))]
     fork_server.started = forked
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -49,15 +51,12 @@ def _folders(path: str) -> list[str]:
 class Forked:
     """A fork server that is a fork of this process, with the attributes of `subprocess.Popen` that are used."""
 
-    def __init__(self, modules: Sequence[str], errors: BinaryIO, env: Mapping[str, str]) -> None:
-        requests, requesting = os.pipe()
-        answering, answers = os.pipe()
+    def __init__(
+        self, modules: Sequence[str], requests: socket.socket, output: BinaryIO, env: Mapping[str, str]
+    ) -> None:
         self.pid = os.fork()
         if not self.pid:
-            _be_fork_server(modules, (requests, answers, errors.fileno()), env)
-        os.close(requests)
-        os.close(answers)
-        self.stdin, self.stdout = os.fdopen(requesting, "wb"), os.fdopen(answering, "rb")
+            _be_fork_server(modules, (requests.fileno(), output.fileno(), output.fileno()), env)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -76,14 +75,18 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def forked(modules: Sequence[str], errors: BinaryIO, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    return cast("subprocess.Popen[bytes]", Forked(modules, errors, env))
+def forked(
+    modules: Sequence[str], requests: socket.socket, output: BinaryIO, env: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    return cast("subprocess.Popen[bytes]", Forked(modules, requests, output, env))
 
 
 def _be_fork_server(modules: Sequence[str], files: Sequence[int], env: Mapping[str, str]) -> NoReturn:
     """Go on as a process with these standard files, which never returns to the command that it was."""
     for number, file in enumerate(files):
         os.dup2(file, number)
+    for file in {*files}:
+        os.close(file)
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(env)
