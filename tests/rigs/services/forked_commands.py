@@ -48,6 +48,7 @@ def start(
     arguments: Sequence[str], output: Path, *, cwd: Path, env: Mapping[str, str], errors: Path | None = None
 ) -> ForkedCommand:
     """Start `rollstream ARGUMENTS` with exactly these variables; none that a library reads when it is imported."""
+    output.touch()
     given = {"arguments": [*arguments], "cwd": str(cwd), "env": {**env}, "errors": errors and str(errors)}
     server = _server()
     process = server.fork([forked_command.__name__], json.dumps(given).encode(), output)
