@@ -37,6 +37,14 @@ async def read_from_a_broker_that_goes(workspace: Path) -> None:
         await log.close()
 
 
+async def until_all_threads_stand(pid: int) -> None:
+    """A thread of a stopped process may go on for a moment, and answer."""
+    while any(
+        path.read_text().rpartition(")")[2].split()[0] != "T" for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        await asyncio.sleep(0.01)
+
+
 async def send_to_a_broker_that_pauses(workspace: Path) -> None:
     ended = RunEnded(run_id="r", time_ms=1, cause="stopped")
     cancelled = TaskCancelled(run_id="r", time_ms=1, group_id="r/g", cause="stopped")
@@ -48,6 +56,7 @@ async def send_to_a_broker_that_pauses(workspace: Path) -> None:
             await log.send_all([cancelled], partition=0)
             pid = json.loads((workspace / "broker" / "broker.json").read_text())["broker_pid"]
             os.kill(pid, signal.SIGSTOP)
+            await until_all_threads_stand(pid)
             try:
                 first = asyncio.create_task(log.send(ended))
                 await asyncio.sleep(1)

@@ -2,7 +2,8 @@
 
 import io
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,23 @@ def test_threads_of_services_that_compute_at_the_same_time_do_not_spin(
     assert found["PATH"] == "/bin"
 
 
+@contextmanager
+def port_after_a_free_one() -> Iterator[int]:
+    """A port that is taken meanwhile; the one before it is free."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as taken, suppress(OSError):
+            port = taken.getsockname()[1]
+            socket.create_server(("127.0.0.1", port - 1)).close()
+            yield port
+            return
+
+
 def test_a_port_that_a_gateway_cannot_have_is_found_before_the_run(written: dict[str, Any], tmp_path: Path) -> None:
     written["trajectory_builders"]["b"]["engine"] = {"kind": "scripted"}
     examples = tmp_path / "examples.jsonl"
     examples.write_text('{"id": "x", "question": "1+1", "secret": 2}\n')
     written["eval"] = {"general": {"dataset": {"_type": "jsonl", "file_path": str(examples)}}}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with port_after_a_free_one() as port:
         written["trajectory_builders"]["b"] |= {"num_producers": 2, "gateway": {"port": port - 1}}
         request = RunRequest(config_file.resolve(written), tmp_path / "workspace", "refused")
         reported = rf"trajectory_builders\.b\.gateway\.port: producers-2: port {port} of 127\.0\.0\.1 cannot be used"
