@@ -205,7 +205,7 @@ def started(
     """The fork server's process."""
     return subprocess.Popen(
         [sys.executable, "-m", __name__, *modules],
-        stdin=requests,
+        stdin=requests.fileno(),
         stdout=output,
         stderr=output,
         env=env,
