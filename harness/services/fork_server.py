@@ -148,8 +148,8 @@ class ForkServer:
         while self._answer is None:
             if time.monotonic() > deadline:
                 self._fail(f"the fork server has not answered for {ANSWER_TIMEOUT_S:.0f} s")
-            if self.is_ready():
-                time.sleep(POLL_S / 10)
+            self.is_ready()
+            time.sleep(POLL_S)
         if "error" in self._answer:
             raise ForkServerError(f"the fork server cannot fork: {self._answer['error']}")
         return ForkedProcess(self, self._answer["pid"])

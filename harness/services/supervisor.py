@@ -196,11 +196,11 @@ class Supervisor:
         name = child.spec.name
         words = self.last_words(name)
         self.total_restarts += 1
-        child.is_alone |= code > 0
         how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
         if reason := self.waits_for():
             logger.warning("service %s %s: %s; it will be restarted", name, how, reason)
             return self.first_backoff_s
+        child.is_alone |= code > 0
         wait_s = child.restarts.add()
         if child.restarts.are_too_many:
             raise RunFailedError(

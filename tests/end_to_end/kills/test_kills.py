@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rollstream.harness.services import fork_server
 from tests.end_to_end.killing import child, kill_at, versions_loaded, wait_versions
 from tests.rigs.services.forked_commands import Command
 
@@ -105,8 +106,12 @@ def test_zombies_change_nothing(project: Any) -> None:
 
 def test_a_killed_command_leaves_no_process_and_is_resumed(project: Any) -> None:
     config = project.write(game(project))
-    command = project.start("finetune", "--config_file", str(config), "--name", "killed")
+    path = str(project.folder)  # given, the command starts alone
+    command = project.start("finetune", "--config_file", str(config), "--name", "killed", PYTHONPATH=path)
     wait_versions(project, command, 4)
+    learner = child(command, ("learner-1",))
+    assert learner is not None
+    assert (fork_server.__name__ in " ".join(psutil.Process(learner.ppid()).cmdline())) == fork_server.IS_POSSIBLE
     children = psutil.Process(command.pid).children(recursive=True)
     assert len(children) >= 5
     os.kill(command.pid, signal.SIGKILL)

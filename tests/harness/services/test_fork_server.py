@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -177,24 +178,32 @@ def test_children_that_wait_for_the_server_are_stopped_before_they_start(
     assert not (tmp_path / "one.log").exists()
 
 
+@asynccontextmanager
+async def supervised(module: str, folder: Path, environment: dict[str, str]) -> AsyncIterator[Supervisor]:
+    """A supervisor that watches one child, a fork."""
+    server = ForkServer(["library"], folder / "server.log", environment)
+    one = ChildSpec("one", [sys.executable, "-m", module], is_forked=True)
+    supervisor = Supervisor([one], folder, environment, fork_server=server, first_backoff_s=0.01)
+    supervisor.start()
+    watching = asyncio.create_task(supervisor.watch())
+    yield supervisor
+    watching.cancel()
+    await supervisor.stop()
+    server.close()
+
+
 def test_a_fork_that_fails_by_itself_is_started_as_an_ordinary_process(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    server = ForkServer(["library"], tmp_path / "server.log", environment)
+    log = tmp_path / "one.log"
 
     async def scenario() -> None:
-        one = ChildSpec("one", [sys.executable, "-m", "program"], is_forked=True)
-        supervisor = Supervisor([one], tmp_path, environment, fork_server=server, first_backoff_s=0.01)
-        supervisor.start()
-        watching = asyncio.create_task(supervisor.watch())
-        while (tmp_path / "one.log").exists() is False or (tmp_path / "one.log").read_text().count("__main__") < 2:
-            await asyncio.sleep(0.02)
-        watching.cancel()
-        await supervisor.stop()
+        async with supervised("program", tmp_path, environment):
+            while not log.exists() or log.read_text().count("__main__") < 2:
+                await asyncio.sleep(0.02)
 
     asyncio.run(scenario())
-    server.close()
-    lines = [line for line in (tmp_path / "one.log").read_text().splitlines() if "__main__" in line]
+    lines = [line for line in log.read_text().splitlines() if "__main__" in line]
     assert [line[:10] for line in lines[:2]] == ["False True", "True False"]
 
 
@@ -217,31 +226,23 @@ def test_server_and_forks_die_with_the_process_that_started_them(tmp_path: Path,
 def test_a_supervisor_starts_children_again_without_importing_again_until_the_server_ends(
     tmp_path: Path, environment: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = ForkServer(["library"], tmp_path / "server.log", environment)
-
     async def scenario() -> None:
-        one = ChildSpec("one", [sys.executable, "-m", "tied"], is_forked=True)
-        supervisor = Supervisor([one], tmp_path, environment, fork_server=server, first_backoff_s=0.01)
-        supervisor.start()
-        watching = asyncio.create_task(supervisor.watch())
+        async with supervised("tied", tmp_path, environment) as supervisor:
 
-        async def started_after(pid: int) -> psutil.Process:
-            while supervisor.pids().get("one", pid) == pid:
-                await asyncio.sleep(0.02)
-            return psutil.Process(supervisor.pids()["one"])
+            async def started_after(pid: int) -> psutil.Process:
+                while supervisor.pids().get("one", pid) == pid:
+                    await asyncio.sleep(0.02)
+                return psutil.Process(supervisor.pids()["one"])
 
-        first = await started_after(0)
-        parent = psutil.Process(first.ppid())
-        first.kill()
-        second = await started_after(first.pid)
-        assert second.ppid() == parent.pid != os.getpid()
-        parent.kill()
-        third = await started_after(second.pid)
-        assert third.ppid() == os.getpid()
-        assert supervisor.total_restarts == 2
-        watching.cancel()
-        await supervisor.stop()
+            first = await started_after(0)
+            parent = psutil.Process(first.ppid())
+            first.kill()
+            second = await started_after(first.pid)
+            assert second.ppid() == parent.pid != os.getpid()
+            parent.kill()
+            third = await started_after(second.pid)
+            assert third.ppid() == os.getpid()
+            assert supervisor.total_restarts == 2
 
     asyncio.run(scenario())
-    server.close()
     assert "the fork server has ended with status -9" in caplog.text
