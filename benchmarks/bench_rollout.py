@@ -13,7 +13,8 @@
 | run_own | run_full with the `transformers` engine and the same model |
 
 vLLM runs on the CPU with a tiny model, and shares all cores with everything else. `--gpu`: vLLM on a GPU, in `lora`,
-`full` and `gateway` with the configuration of Qwen2.5-0.5B, random weights and bfloat16. Each section is kept in FILE
+`full` and `gateway` with the configuration of Qwen2.5-0.5B, random weights and bfloat16; `--large`: that model on the
+CPU, in `gateway`. Each section is kept in FILE
 under its own name, beside what other sections wrote there before.
 """
 
@@ -65,6 +66,8 @@ from tests.rigs.services.vllm_server import (
 ROOT = Path(__file__).resolve().parents[1]
 ANSWER_TOKENS = 64
 PROMPT = list(range(10, 42))
+LEAST_CALLS = 8
+"""Calls of all clients together in a pass."""
 KILLS_LENGTH = 2048
 """Most tokens of a conversation that is continued over all kills."""
 
@@ -79,13 +82,16 @@ class Sizes:
     requests: int = 16
     """Concurrent requests while versions are updated."""
     passes: int = 5
-    """Over which the updates are spread, each with a pass without updates before it."""
-    rare_updates: int = 10
-    """Updates of the whole weights at each of `rare_intervals_s`."""
-    rare_intervals_s: Sequence[float] = (5.0, 15.0)
+    """Over which the updates are spread, each with a pass without updates before or after it, in turn."""
+    rare_updates: int = 40
+    """Updates of the whole weights, `rare_interval_s` apart, in `rare_passes` passes."""
+    rare_interval_s: float = 5.0
+    rare_passes: int = 20
     clients: Sequence[int] = (1, 16, 64)
     calls: int = 30
     """Calls of each client."""
+    call_tokens: int = ANSWER_TOKENS
+    """Tokens of the answer to a call."""
     warm_up_calls: int = 100
     """Calls of each client of the largest load, before anything is measured."""
     repeats: int = 3
@@ -103,21 +109,30 @@ class Sizes:
 
 
 SMALL = Sizes(
-    updates=6, interval_s=0.5, requests=8, passes=1, rare_updates=2, rare_intervals_s=(1.0,), clients=(1, 4), calls=5,
-    warm_up_calls=2, repeats=1, pass_s=1.0, kills=2, epochs=3,
+    updates=6, interval_s=0.5, requests=8, passes=1, rare_updates=2, rare_interval_s=1.0, rare_passes=1,
+    clients=(1, 4), calls=5, warm_up_calls=2, repeats=1, pass_s=1.0, kills=2, epochs=3,
 )  # fmt: skip
 GPU = Sizes(
-    updates=20, requests=64, passes=2, rare_updates=6, rare_intervals_s=(3.0,), calls=10, warm_up_calls=30, repeats=2,
-    model="0.5B", dtype="bfloat16",
+    updates=20, requests=64, passes=2, rare_updates=6, rare_interval_s=3.0, rare_passes=2, calls=10, warm_up_calls=30,
+    repeats=2, model="0.5B", dtype="bfloat16",
     arguments=("--enforce-eager", "--gpu-memory-utilization=0.4", "--max-model-len=2048", "--max-num-seqs=128"),
 )  # fmt: skip
+LARGE = Sizes(
+    calls=2,
+    call_tokens=32,
+    warm_up_calls=1,
+    model="0.5B",
+    dtype="bfloat16",
+    arguments=(*WHOLE_PROMPTS, "--max-model-len=2048"),
+)
 
 
 def base_of(folder: Path, sizes: Sizes) -> Path:
     """The model that vLLM serves."""
     if sizes.model == "tiny":
         return tiny_base(folder)
-    return bench_learner.model_with_tokenizer(sizes.model, folder / "model", torch.bfloat16, "cuda")
+    device = "cuda" if sizes is GPU else "cpu"
+    return bench_learner.model_with_tokenizer(sizes.model, folder / "model", torch.bfloat16, device)
 
 
 # ---- new versions under load ----
@@ -209,13 +224,16 @@ async def measure_updates(folder: Path, make: Callable[..., Any], sizes: Sizes) 
             without: list[float] = []
             with_updates: list[float] = []
             for number in range(sizes.passes):
-                without.append(await load.during(asyncio.sleep(share * sizes.interval_s)))
-                with_updates.append(await load.during(update(range(number * share + 1, (number + 1) * share + 1))))
+                numbers = range(number * share + 1, (number + 1) * share + 1)
+                for is_updated in (number % 2 == 1, number % 2 == 0):
+                    work = update(numbers) if is_updated else asyncio.sleep(share * sizes.interval_s)
+                    (with_updates if is_updated else without).append(await load.during(work))
             for worker in workers:
                 worker.cancel()
             await asyncio.wait(workers)
     finally:
         await engine.close()
+    losses = [1 - beside / alone for beside, alone in zip(with_updates, without, strict=True)]
     return {
         "updates": len(seconds),
         "first_token_ms": {"p50": 1000 * statistics.median(seconds), "p99": 1000 * percentile(seconds, 0.99)},
@@ -225,7 +243,9 @@ async def measure_updates(folder: Path, make: Callable[..., Any], sizes: Sizes) 
         "reasons": load.lost[:5],
         "seconds_between": sizes.interval_s,
         "tokens_per_s": {"without": without, "with": with_updates},
-        "loss": 1 - statistics.median(beside / alone for beside, alone in zip(with_updates, without, strict=True)),
+        "loss": statistics.median(losses),
+        "loss_mean": statistics.fmean(losses),
+        "loss_standard_error": statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else None,
         "load_average": os.getloadavg(),
     }
 
@@ -239,13 +259,14 @@ def full(folder: Path, sizes: Sizes) -> dict[str, Any]:
     """Versions of all weights: one a second, as adapters, of the tiny model, and rarely, as after training steps of
     some seconds.
     """
-    rates = [(sizes.updates, sizes.interval_s), *((sizes.rare_updates, rare) for rare in sizes.rare_intervals_s)]
+    rare = dataclasses.replace(
+        sizes, updates=sizes.rare_updates, interval_s=sizes.rare_interval_s, passes=sizes.rare_passes
+    )
     is_large = sizes.model != "tiny"
     found: dict[str, Any] = {}
-    for updates, interval_s in rates[1:] if is_large else rates:
-        (own := folder / f"{interval_s}").mkdir()
-        rate = dataclasses.replace(sizes, updates=updates, interval_s=interval_s)
-        found[f"every {interval_s:g} s"] = asyncio.run(
+    for rate in (rare,) if is_large else (sizes, rare):
+        (own := folder / f"{rate.interval_s}").mkdir()
+        found[f"every {rate.interval_s:g} s"] = asyncio.run(
             measure_updates(own, scaled_version if is_large else full_version, rate)
         )
     return found
@@ -268,8 +289,11 @@ def gateway(folder: Path, sizes: Sizes) -> dict[str, Any]:
     """The recording gateway beside vLLM."""
     options: dict[str, Any] = {"base": base_of(folder, sizes), "dtype": sizes.dtype, "arguments": sizes.arguments}
     with serving(folder, is_lora=False, **options) as server:
-        loads = [Load(clients, sizes.calls, ANSWER_TOKENS, ANSWER_TOKENS) for clients in sizes.clients]
-        return measured_gateway(folder, server.url, server.base, loads, sizes, has_proxies=True)
+        loads = [
+            Load(clients, max(sizes.calls, LEAST_CALLS // clients), sizes.call_tokens, sizes.call_tokens)
+            for clients in sizes.clients
+        ]
+        return measured_gateway(folder, server.url, server.base, loads, sizes, has_proxies=sizes is not LARGE)
 
 
 def gateway_timed(folder: Path, sizes: Sizes) -> dict[str, Any]:
@@ -378,20 +402,24 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--small", action="store_true", help="only see that each runs through")
     parser.add_argument("--gpu", action="store_true", help="vLLM on a GPU; sections are kept as NAME_gpu")
+    parser.add_argument("--large", action="store_true", help="0.5B parameters on the CPU; sections kept as NAME_large")
     parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
     if given.gpu and (given.small or not torch.cuda.is_available()):
         parser.error("--gpu needs an NVIDIA GPU and a vLLM for it (ROLLSTREAM_VLLM), and does not go with --small")
+    if given.large and (given.small or given.gpu or set(given.sections) != {"gateway"}):
+        parser.error("--large goes with the section gateway alone")
     if unknown := sorted(set(given.sections) - set(SECTIONS)):
         parser.error(f"unknown section {unknown[0]!r}; known sections: {', '.join(SECTIONS)}")
-    sizes = SMALL if given.small else GPU if given.gpu else Sizes()
+    sizes = SMALL if given.small else GPU if given.gpu else LARGE if given.large else Sizes()
+    suffix = "_gpu" if given.gpu else "_large" if given.large else ""
     for name in given.sections or SECTIONS:
         with tempfile.TemporaryDirectory(prefix=f"bench-rollout-{name}-") as folder:
             found = {"cores": os.cpu_count(), "is_small": given.small, **SECTIONS[name](Path(folder), sizes)}
         print(f"== {name}\n{json.dumps(found, indent=2)}", flush=True)
         if given.output is not None:
             kept = json.loads(given.output.read_text()) if given.output.exists() else {}
-            given.output.write_text(json.dumps(kept | {f"{name}_gpu" if given.gpu else name: found}, indent=2) + "\n")
+            given.output.write_text(json.dumps(kept | {f"{name}{suffix}": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
