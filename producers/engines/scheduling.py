@@ -17,8 +17,10 @@ Ids = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 MAX_PADDED_TOKENS = 131_072
 COLUMN_STEP = 64
-BLOCK = 16
-"""Tokens of a block: what two sequences have in common below it is not looked for."""
+BLOCK = 4
+"""Tokens of a block: what two sequences have in common below it is not looked for. Few, so that conversations of one
+or two words a turn are continued, too.
+"""
 
 
 class WaitingPrompt(NamedTuple):

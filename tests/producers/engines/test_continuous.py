@@ -83,6 +83,17 @@ def test_a_common_prompt_is_computed_once_and_later_turns_only_what_is_new(folde
     assert later[0] == (1, 4), "the last sampled token and the new ones"
 
 
+def test_turns_of_a_short_talk_compute_only_what_is_new(folder, versions):
+    async def work(engine):
+        shapes, prompt = counted(engine), list(range(20, 25))
+        for turn in range(3):
+            answer = await engine.generate(asked(prompt, turn, max_new_tokens=2))
+            prompt = [*prompt, *answer.token_ids, 7, 8]
+        return [tokens for _, tokens in shapes if tokens > 1]
+
+    assert run(work, (published(folder), versions(0))) == [5, 3, 3], "the prompt, then the last sampled token and two"
+
+
 def test_talks_that_begin_alike_keep_what_is_their_own_for_their_next_turns(folder, versions):
     common, turns = list(range(20, 60)), 3
 
