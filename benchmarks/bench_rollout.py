@@ -14,8 +14,7 @@
 
 vLLM runs on the CPU with a tiny model, and shares all cores with everything else. `--gpu`: vLLM on a GPU, in `lora`,
 `full` and `gateway` with the configuration of Qwen2.5-0.5B, random weights and bfloat16; `--large`: that model on the
-CPU, in `gateway`. Each section is kept in FILE
-under its own name, beside what other sections wrote there before.
+CPU, in `gateway`. Each section is kept in FILE under its own name, beside what other sections wrote there before.
 """
 
 import argparse
@@ -67,7 +66,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ANSWER_TOKENS = 64
 PROMPT = list(range(10, 42))
 LEAST_CALLS = 8
-"""Calls of all clients together in a pass."""
+"""Calls of all clients together in a pass, at least."""
 KILLS_LENGTH = 2048
 """Most tokens of a conversation that is continued over all kills."""
 
