@@ -10,10 +10,12 @@ with the last rollout of the first epoch whose mean reward over five epochs is h
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,10 +31,12 @@ from rollstream.producers.environments.guess_number import FALL, FOUND, compare
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI = [sys.executable, "-m", "rollstream.harness.cli.main"]
+LOOK_S = 60.0
+"""Between two looks at the metrics of a run that stops early: each takes about a second of one core."""
 NUM_TASKS, NUM_GENERATIONS, MAX_TURNS, MINI_BATCHES, MEAN_OVER = 20, 8, 6, 4, 5
 EPOCHS = """
 SELECT epoch, avg_reward, epoch_ms(sealed_at) / 1000.0 AS ended, epoch_ms(started_at) / 1000.0 AS began
-FROM epochs WHERE run_id = '{run}' AND kind = 'rl' ORDER BY epoch
+FROM epochs WHERE run_id = '{run}' AND kind = 'rl' AND sealed_at IS NOT NULL ORDER BY epoch
 """
 Curve = list[tuple[float, float]]
 """Seconds since the start of the first epoch, and the mean reward of an epoch."""
@@ -44,13 +48,13 @@ def rollstream(*arguments: str) -> str:
     return done.stdout
 
 
-def finetune(workspace: Path, model: Path, run: str, epochs: int, *options: str) -> None:
-    """The demo's run with so many epochs."""
-    rollstream(
+def finetune(workspace: Path, model: Path, run: str, epochs: int, *options: str) -> list[str]:
+    """Arguments of the demo's run with so many epochs."""
+    return [
         *("finetune", "--config_file", "examples/guess_number.yaml", "--workspace", str(workspace), "--run_id", run),
         *("-o", "trainer_adapters.learner.model.path", str(model), "-o", "finetuning.num_epochs", str(epochs)),
         *("-o", "finetuning.output_dir", str(workspace / "output" / run), *options),
-    )
+    ]
 
 
 def query(workspace: Path, statement: str) -> list[dict[str, Any]]:
@@ -58,32 +62,46 @@ def query(workspace: Path, statement: str) -> list[dict[str, Any]]:
     return json.loads(rollstream("sql", statement, "--workspace", str(workspace), "--format", "json"))
 
 
-def ours(workspace: Path, model: Path, epochs: int, staleness: int, threads: int, index: int, rate: float) -> Curve:
-    """A whole run of the pipeline, with so many threads of the engine and of the learner."""
+def ours(workspace: Path, model: Path, staleness: int, threads: int, index: int, args: argparse.Namespace) -> Curve:
+    """A run of the pipeline, with so many threads of the engine and of the learner."""
     run = f"staleness-{staleness}-{threads}-{index}"
     options = {
         "trainer_adapters.learner.max_staleness": staleness,
-        "trainer_adapters.learner.optimizer.learning_rate": rate,
+        "trainer_adapters.learner.optimizer.learning_rate": args.learning_rate,
         "trainer_adapters.learner.threads": threads,
         "trajectory_builders.rollouts.engine.threads": threads,
     }
-    finetune(
-        workspace, model, run, epochs, *(part for key, value in options.items() for part in ("-o", key, str(value)))
-    )
+    given = (part for key, value in options.items() for part in ("-o", key, str(value)))
+    command = [*CLI, *finetune(workspace, model, run, args.epochs, *given)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as running:
+        while running.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.wait(LOOK_S)
+            if running.poll() is None and args.stop and seconds_to(curve_of(workspace, run), args.reward):
+                running.send_signal(signal.SIGINT)
+                running.wait()
+                return curve_of(workspace, run)
+    if running.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with status {running.returncode}")
+    return curve_of(workspace, run)
+
+
+def curve_of(workspace: Path, run: str) -> Curve:
+    """What the metrics database has of a run: nothing before its first epoch."""
     rows = query(workspace, EPOCHS.format(run=run))
     return [(row["ended"] - rows[0]["began"], row["avg_reward"]) for row in rows]
 
 
 def warm_started(workspace: Path, model: Path) -> Path:
     """The weights that the first epoch begins with, as a folder of transformers."""
-    finetune(workspace, model, "warm", 1)
+    rollstream(*finetune(workspace, model, "warm", 1))
     statement = "SELECT base_version FROM jobs WHERE run_id = 'warm' AND kind = 'rl'"
     version = query(workspace, statement)[0]["base_version"]
     rollstream("merge", f"warm@{version}", "--output", str(workspace / "warm"), "--workspace", str(workspace))
     return workspace / "warm"
 
 
-def trl(folder: str, epochs: int, threads: int, seed: int, rate: float) -> Curve:
+def trl(folder: str, threads: int, seed: int, args: argparse.Namespace) -> Curve:
     """TRL's trainer on the same task, in this process."""
     warnings.simplefilter("ignore")
     import torch
@@ -94,15 +112,21 @@ def trl(folder: str, epochs: int, threads: int, seed: int, rate: float) -> Curve
     torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     curve: Curve = []
-    GRPOTrainer(
+    trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        args=trl_config(epochs, seed, rate),
+        args=trl_config(args.epochs, seed, args.learning_rate),
         processing_class=tokenizer,
-        train_dataset=Dataset.from_list([{"prompt": str(secret)} for secret in secrets_of(epochs, seed)]),
+        train_dataset=Dataset.from_list([{"prompt": str(secret)} for secret in secrets_of(args.epochs, seed)]),
         reward_funcs=lambda completions, earned, **_: earned,
-        rollout_func=playing(tokenizer, curve),
-    ).train()
+        rollout_func=playing(tokenizer, curve, args.reward if args.stop else None),
+    )
+    with contextlib.suppress(ReachedError):
+        trainer.train()
     return curve
+
+
+class ReachedError(Exception):
+    """The reward has been earned, and the trainer is to stop."""
 
 
 def secrets_of(epochs: int, seed: int) -> list[int]:
@@ -147,8 +171,11 @@ def trl_config(epochs: int, seed: int, rate: float) -> Any:
     )
 
 
-def playing(tokenizer: Any, curve: Curve) -> Callable[[list[str], Any], dict[str, Any]]:
-    """A function for TRL's `rollout_func` that plays the rollouts of an epoch and adds the epoch to the curve."""
+def playing(tokenizer: Any, curve: Curve, stop: float | None) -> Callable[[list[str], Any], dict[str, Any]]:
+    """A function for TRL's `rollout_func` that plays the rollouts of an epoch and adds the epoch to the curve.
+
+    It raises `ReachedError` as soon as the mean over five epochs reaches `stop`, if given.
+    """
     began: list[float] = []
 
     def play(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -162,6 +189,8 @@ def playing(tokenizer: Any, curve: Curve) -> Callable[[list[str], Any], dict[str
                     game.guess(ids)
         rewards = [game.reward for game in games]
         curve.append((time.monotonic() - began[0], statistics.fmean(rewards)))
+        if stop is not None and seconds_to(curve, stop):
+            raise ReachedError
         return {
             "prompt_ids": [game.prompt for game in games],
             "completion_ids": [game.ids for game in games],
@@ -233,11 +262,11 @@ def main() -> None:
         "--own-threads", type=int, nargs="*", default=[1], help="of rollstream's engine and learner, each"
     )
     parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument("--trl", nargs=4, metavar=("FOLDER", "EPOCHS", "THREADS", "SEED"), help=argparse.SUPPRESS)
+    parser.add_argument("--stop", action="store_true", help="end each run soon after it has earned the reward")
+    parser.add_argument("--trl", nargs=3, metavar=("FOLDER", "THREADS", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trl:
-        epochs, threads, seed = map(int, args.trl[1:])
-        print(json.dumps(trl(args.trl[0], epochs, threads, seed, args.learning_rate)))
+        print(json.dumps(trl(args.trl[0], int(args.trl[1]), int(args.trl[2]), args)))
         return
     curves: dict[str, list[Curve]] = {}
     with tempfile.TemporaryDirectory() as kept:
@@ -247,11 +276,10 @@ def main() -> None:
         warm = warm_started(workspace, model)
         for index in range(args.repeats):
             for staleness, threads in itertools.product((0, 2), args.own_threads):
-                made = ours(workspace, model, args.epochs, staleness, threads, index, args.learning_rate)
+                made = ours(workspace, model, staleness, threads, index, args)
                 curves.setdefault(f"rollstream, staleness {staleness}, {threads} threads", []).append(made)
             for threads in args.threads:
-                command = [sys.executable, __file__, "--learning-rate", str(args.learning_rate)]
-                command += ["--trl", str(warm), str(args.epochs), str(threads), str(index)]
+                command = [sys.executable, *sys.argv, "--trl", str(warm), str(threads), str(index)]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
                 curves.setdefault(f"trl, {threads} threads", []).append(json.loads(done.stdout.splitlines()[-1]))
             for name, made in curves.items():

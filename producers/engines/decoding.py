@@ -80,11 +80,12 @@ class PoolFullError(Exception):
 class Lane:
     """Rows of one weight version."""
 
-    def __init__(self, held: LoadedModel, shape: PoolShape, max_prefix_bytes: int) -> None:
+    def __init__(self, held: LoadedModel, shape: PoolShape, max_prefix_bytes: int, pool: KVPool | None = None) -> None:
+        """`pool`: one of an earlier version, without rows."""
         self.held = held
         self.shape = shape
         self.prefixes = PrefixCache(max_prefix_bytes)
-        self._pool = KVPool(shape, held.model.device)
+        self.pool = KVPool(shape, held.model.device) if pool is None else pool
         self._sampled_on = torch.device("cpu") if held.model.sample_on_cpu else held.model.device
         self._rows: list[DecodingRow | None] = []
         """Rows by slot; None for a free one."""
@@ -123,7 +124,7 @@ class Lane:
         logits = self._prefill(list(leaders.values()))
         for length in {leader.length for _, leader in followers}:
             pairs = [(leader.slot, row.slot) for row, leader in followers if leader.length == length]
-            self._pool.copy([one for one, _ in pairs], [one for _, one in pairs], length)
+            self.pool.copy([one for one, _ in pairs], [one for _, one in pairs], length)
         for row, leader in followers:
             row.length, logits[row] = leader.length, logits[leader]
         self._how = None
@@ -144,7 +145,7 @@ class Lane:
         try:
             self._compact()
             rows = self.rows
-            mask, positions = self._pool.for_decode([row.length for row in rows])
+            mask, positions = self.pool.for_decode([row.length for row in rows])
         except Exception as error:
             if is_out_of_memory(error):
                 raise PoolFullError(error) from error
@@ -177,11 +178,11 @@ class Lane:
     def capacity(self) -> PoolCapacity:
         """Room that its rows take, in a pool of `max_tokens`."""
         rows = self.rows
-        return PoolCapacity(len(rows), max((row.max_length for row in rows), default=0), self._pool.max_tokens)
+        return PoolCapacity(len(rows), max((row.max_length for row in rows), default=0), self.pool.max_tokens)
 
     def limit(self, max_tokens: float) -> None:
         """Bound the pool, in tokens over all rows."""
-        self._pool.max_tokens = max_tokens
+        self.pool.max_tokens = max_tokens
 
     # ---- joining ----
 
@@ -201,7 +202,7 @@ class Lane:
                 row.slot = len(self._rows)
                 self._rows.append(row)
         longest = max(max(len(row.prompt), row.length) for row in self.rows)
-        self._pool.reserve(len(self._rows), longest + 1)
+        self.pool.reserve(len(self._rows), longest + 1)
 
     def _take_over(self, rows: Sequence[DecodingRow]) -> None:
         """Copy what is kept of prompts: one copy for all rows that find it in the same place."""
@@ -215,9 +216,9 @@ class Lane:
             width = max(match.length for _, match in pairs)
             where = [match.kept.where for _, match in pairs]
             if block is None:
-                self._pool.copy([row.slot for row in where], slots, width)
+                self.pool.copy([row.slot for row in where], slots, width)
             else:
-                self._pool.put(slots, block.data, where, min(width, block.data.shape[3]))
+                self.pool.put(slots, block.data, where, min(width, block.data.shape[3]))
             for row, match in pairs:
                 row.length = match.length
 
@@ -230,7 +231,7 @@ class Lane:
         new_tokens = [row.prompt[row.length :].tolist() for row in rest]
         width = max(map(len, new_tokens))
         padded = [[self.held.model.pad_id] * (width - len(new)) + new for new in new_tokens]
-        mask, positions = self._pool.for_join(
+        mask, positions = self.pool.for_join(
             [row.slot for row in rest], [row.length for row in rest], list(map(len, new_tokens))
         )
         for row, after in zip(rest, self._forward(torch.tensor(padded), mask, positions), strict=True):
@@ -247,7 +248,7 @@ class Lane:
         is_live = [row is not None for row in self._rows]
         if moves := holes_filled(is_live):
             movers = [row for row in self._rows[sum(is_live) :] if row is not None]
-            self._pool.copy([one for one, _ in moves], [one for _, one in moves], max(row.length for row in movers))
+            self.pool.copy([one for one, _ in moves], [one for _, one in moves], max(row.length for row in movers))
             for row, (_, slot) in zip(movers, moves, strict=True):
                 row.slot, self._rows[slot] = slot, row
         del self._rows[sum(is_live) :]
@@ -259,7 +260,7 @@ class Lane:
             input_ids=ids.to(model.device),
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self._pool,
+            past_key_values=self.pool,
             use_cache=True,
             logits_to_keep=1,
         )
@@ -304,7 +305,7 @@ class Lane:
                 self.prefixes.remove(row.kept)
         sound = [row for row in rows if all(map(math.isfinite, row.logprobs))]
         if len(sound) < len(rows):
-            self._pool.blank([row.slot for row in rows if row not in sound])
+            self.pool.blank([row.slot for row in rows if row not in sound])
         if sound and self.prefixes.max_bytes:
             try:
                 self._keep(sound)
@@ -314,7 +315,7 @@ class Lane:
                 self.prefixes.clear()  # the answers are there all the same
         if not self.rows:
             self._rows.clear()
-            self._pool.clear()
+            self.pool.clear()
         self._how = None
 
     def _discard(self, rows: Sequence[DecodingRow]) -> None:
@@ -326,12 +327,12 @@ class Lane:
                 self.prefixes.remove(row.kept)
         if not self.rows:
             self._rows.clear()
-            self._pool.clear()
+            self.pool.free()  # what is in it is not known
         self._how = None
 
     def _keep(self, rows: Sequence[DecodingRow]) -> None:
         width = max(row.length for row in rows)
-        data = self._pool.take([row.slot for row in rows], width)
+        data = self.pool.take([row.slot for row in rows], width)
         after = [row.kept.after_prompt for row in rows if row.kept is not None]
         block = Block(data, sum(one.numel() * one.element_size() for one in (data, *after)))
         for index, row in enumerate(rows):

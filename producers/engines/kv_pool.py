@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.4
 """Share of the free memory that rows may take: while a pool grows, the smaller one is there too."""
+KEPT_BYTES = 256 * 2**20
+"""Most that a pool without rows keeps. Memory that is new has to be zeroed and mapped: a tenth of the time in which an
+epoch of short answers is generated."""
 PROBE_IDS = 12
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 """Largest difference of log-probabilities between the pool and a plain forward."""
@@ -64,11 +67,20 @@ class KVPool(Cache):
         self._num_rows = self._width = 0
         self.max_tokens = math.inf
         """Slots times columns beyond which no more is taken than rows need."""
-        self.clear()
+        self.free()
 
     def clear(self) -> None:
-        """Free the memory; no row is left."""
+        """Forget the rows, all of which are finite; the next ones get their memory, if it is not too much."""
+        if self._data.nbytes > KEPT_BYTES:
+            self.free()
+
+    def free(self) -> None:
+        """Forget the rows and free their memory."""
         self._data = self._empty(0, 0)
+
+    def fits(self, shape: PoolShape, device: torch.device) -> bool:
+        """Whether rows of such a model can have its memory."""
+        return self.shape == shape and self._device == device
 
     def reserve(self, num_slots: int, num_columns: int) -> None:
         """Have room for so many rows and columns; what is in these rows stays, as far as these columns."""

@@ -23,7 +23,7 @@ from rollstream.producers.engines.base import (
 )
 from rollstream.producers.engines.batching import Answer, Batcher, ContinuousBatcher, NewTokens, Outcome, Ticket
 from rollstream.producers.engines.decoding import Lane, PoolFullError, check_finite, run_static
-from rollstream.producers.engines.kv_pool import MEMORY_SHARE, free_bytes
+from rollstream.producers.engines.kv_pool import MEMORY_SHARE, KVPool, free_bytes
 from rollstream.producers.engines.model_cache import LoadedModel, ModelCache, read_weights
 from rollstream.producers.engines.scheduling import JoinLimits, PoolCapacity, padded_length
 from rollstream.schemas.engine_settings import TransformersSettings
@@ -133,6 +133,7 @@ class TransformersEngine:
     def _forget(self, model_group: str) -> None:
         self._release()  # also an older version that was used beside the newest one
         self._lanes.forget(lambda held: held.published.model_group != model_group)
+        self._lanes.free_idle()
         self._model_cache.unload(model_group)
 
     def _release(self) -> None:
@@ -174,6 +175,8 @@ class Lanes:
         self._requeued: list[Ticket] = []
         self._stopped: list[LoadedModel] = []
         """Versions whose rows were all stopped."""
+        self._spare: KVPool | None = None
+        """Pool of a version that was dropped, for the next one."""
 
     @property
     def num_live(self) -> int:
@@ -218,7 +221,10 @@ class Lanes:
                 return []
             lane = self._lanes.get(held)
             if lane is None:
-                lane = self._lanes[held] = Lane(held, held.pool_shape, self._max_prefix_bytes)
+                pool, self._spare = self._spare, None
+                if pool is not None and not pool.fits(held.pool_shape, held.model.device):
+                    pool = None
+                lane = self._lanes[held] = Lane(held, held.pool_shape, self._max_prefix_bytes, pool)
             lane.limit(self.capacity(tickets[0].request.model_group).max_tokens)
             return lane.join(tickets)
         except Exception as error:  # noqa: BLE001 - each call gets an error of its own
@@ -252,9 +258,16 @@ class Lanes:
         """
         dropped = [one for one, lane in self._lanes.items() if not lane.rows and not keeps(one)]
         for held in dropped:
-            del self._lanes[held]
+            self._spare = self._lanes.pop(held).pool
         stopped, self._stopped = self._stopped, []
         return [*dropped, *(one for one in stopped if not keeps(one) and one not in self._lanes)]
+
+    def free_idle(self) -> None:
+        """Free the memory of pools without rows."""
+        self._spare = None
+        for lane in self._lanes.values():
+            if not lane.rows:
+                lane.pool.free()
 
     def drop(self) -> list[Ticket]:
         """Stop all; returns whose."""
@@ -284,6 +297,7 @@ class Lanes:
 
     def _drop_prefixes(self) -> bool:
         """Free what is kept of earlier sequences, of all versions; whether there was anything."""
+        self.free_idle()
         found = any(lane.prefixes.size_bytes for lane in self._lanes.values())
         for lane in self._lanes.values():
             lane.prefixes.clear()

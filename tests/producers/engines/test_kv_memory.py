@@ -9,14 +9,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rollstream.producers.engines import kv_pool
 from rollstream.producers.engines.base import GenerationRequest
 from rollstream.producers.engines.kv_pool import PLAIN, SHARED_KEYS, KVPool, PoolShape, attend, left_in_container
 from rollstream.producers.engines.scheduling import JoinLimits, PoolCapacity, WaitingPrompt, joining, padded_length
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import Sampling
-from tests.producers.engines.engine_rig import GROUP, one_by_one, published, run, together
+from tests.producers.engines.engine_rig import GROUP, noised, one_by_one, published, run, together
 
 pytestmark = pytest.mark.timeout(60)
 SHAPE = PoolShape(1, 1, 1, torch.float32)
@@ -161,6 +164,77 @@ def test_a_pool_shrinks_to_its_rows_before_it_grows_beyond_its_bound():
     assert pool._data.shape[2] >= 200
     assert pool._data.shape[2] * pool._data.shape[3] <= 200 * 128
     assert bool((pool._data[:, :, :3, :90] == 7).all())
+
+
+@pytest.mark.parametrize("num_versions", [1, 3])
+def test_rows_have_the_memory_of_those_before_them_also_of_earlier_versions(folder, versions, sizes, num_versions):
+    async def again(engine):
+        answers = await together(SHORT)(engine)
+        sizes.clear()
+        for version in range(1, num_versions):
+            await engine.load(published(folder, version), versions(version))
+            answers = await together(SHORT)(engine)
+        return answers, await together(SHORT)(engine)
+
+    newest = (published(folder, num_versions - 1), versions(num_versions - 1))
+    expected = ids_of(run(one_by_one(SHORT), newest))
+    found = run(again, (published(folder), versions(0)), prefix_cache_mb=0)
+    assert list(map(ids_of, found)) == [expected, expected]
+    assert not sizes
+
+
+@torch.inference_mode()
+def test_what_rows_left_in_a_pool_changes_no_bit_of_later_ones(folder):
+    module = AutoModelForCausalLM.from_pretrained(folder).eval()
+    shape = kv_pool.probed_shape(module, torch.device("cpu"))
+    assert shape is not None
+    ids, found = torch.arange(30)[None, :], list[torch.Tensor]()
+    for left in (0.0, 1e3):
+        pool = KVPool(shape, torch.device("cpu"))
+        pool.reserve(8, 64)
+        pool._data[...] = left * torch.randn(pool._data.shape)
+        made = kv_pool._joined(module, pool, ids, (0, 2, 1), (0, 0, 0), (3, 9, 5))
+        made += kv_pool._joined(module, pool, ids, (0, 2), (3, 9), (1, 6))
+        mask, positions = pool.for_decode([4, 5, 15])
+        new: dict[str, Any] = {"input_ids": ids[0, positions], "position_ids": positions, "past_key_values": pool}
+        found.append(torch.cat([*made, module(attention_mask=mask, use_cache=True, **new).logits[:, -1]]))
+    assert found[0].equal(found[1])
+
+
+def test_rows_after_a_version_of_nan_are_sound(folder, versions, tmp_path):
+    state = noised(folder, 1)
+    save_file({name: value * torch.nan for name, value in state.items()}, tmp_path / "diverged.safetensors")
+
+    async def work(engine):
+        failed = await asyncio.gather(*map(engine.generate, [*SHORT, LONG]), return_exceptions=True)
+        assert {type(one) for one in failed} == {ModelError}
+        await engine.load(published(folder, 8), versions(8))
+        return await together([*SHORT, LATE])(engine)
+
+    found = run(work, (published(folder, 7), tmp_path / "diverged.safetensors"))
+    assert ids_of(found) == ids_of(run(one_by_one([*SHORT, LATE]), (published(folder, 8), versions(8))))
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 10**9])
+def test_a_pool_without_rows_keeps_memory_up_to_its_bound(monkeypatch, kept_bytes):
+    monkeypatch.setattr(kv_pool, "KEPT_BYTES", kept_bytes)
+    pool = KVPool(SHAPE, torch.device("cpu"))
+    pool.reserve(3, 100)
+    pool.clear()
+    assert bool(pool._data.numel()) == bool(kept_bytes)
+    pool.free()
+    assert not pool._data.numel()
+
+
+def test_a_model_group_that_is_unloaded_leaves_no_pool(folder, versions):
+    async def work(engine):
+        await together(SHORT)(engine)
+        await engine.load(published(folder, 1), versions(1))
+        assert engine._lanes._spare is not None
+        await engine.unload(GROUP)
+        return engine._lanes._spare, engine._lanes._lanes
+
+    assert run(work, (published(folder), versions(0))) == (None, {})
 
 
 def test_answers_arrive_without_memory_to_keep_them_for_later_prompts(folder, versions, monkeypatch):
