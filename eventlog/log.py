@@ -220,8 +220,11 @@ class EventLog(Protocol):
         """Flush and disconnect."""
         ...
 
-    async def ensure_topics(self, *, num_partitions: int) -> None:
-        """Create missing topics, check the others. Raises TopicError naming topic, found and wanted."""
+    async def ensure_topics(self, *, num_partitions: int | None = None) -> None:
+        """Create missing topics, check the others. Raises TopicError naming topic, found and wanted.
+
+        `num_partitions`: of scaled topics; None: as many as there are, or `NUM_PARTITIONS`.
+        """
         ...
 
     async def num_partitions(self, topic: str) -> int:

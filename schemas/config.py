@@ -123,7 +123,8 @@ class BuilderFields(BaseModel):
     """If max_staleness is above 0: start groups when the learner's lag and speed call for them, not as early as
     allowed.
     """
-    num_partitions: int = Field(default=6, ge=1)
+    num_partitions: int | None = Field(default=None, ge=1)
+    """Partitions of the topics that are read by several processes; none: as many as there are, or 6 in a new log."""
     num_producers: int = Field(default=1, ge=1)
     num_processors: int = Field(default=1, ge=1)
     session_timeout_s: float = Field(default=10.0, gt=0)

@@ -30,7 +30,8 @@ class ServiceSettings(Settings):
     workspace: Path
     name: str
     """Stable name of this process: engine id, learner id, consumer's client id."""
-    num_partitions: int = Field(default=6, ge=1)
+    num_partitions: int | None = Field(default=None, ge=1)
+    """As in a run's configuration."""
     allow: tuple[str, ...] = ()
     """Names allowed in records beside registered ones: `python:module.attribute`, `${VARIABLE}`, URLs, `model:PATH`,
     `file:PATH`.

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 PREFIX = "rollstream."
 SUFFIX = ".v1"
+NUM_PARTITIONS = 6
+"""Partition count of the scaled topics of a new log."""
 MIB = 1024 * 1024
 
 

@@ -133,10 +133,13 @@ class KafkaLog(OpenedByBlock):
             admin, self._admin = self._admin, None
             await admin.close()
 
-    async def ensure_topics(self, *, num_partitions: int) -> None:
+    async def ensure_topics(self, *, num_partitions: int | None = None) -> None:
         """Create missing topics, check the others. Raises TopicError naming topic, found and wanted."""
-        await topics.create_missing(self._require(self._admin), self.kafka, num_partitions)
-        await topics.check(self._require(self._admin), self.kafka, num_partitions)
+        admin = self._require(self._admin)
+        if num_partitions is None:
+            num_partitions = await topics.scaled_count(admin, self.kafka)
+        await topics.create_missing(admin, self.kafka, num_partitions)
+        await topics.check(admin, self.kafka, num_partitions)
 
     async def num_partitions(self, topic: str) -> int:
         """Partition count of a topic. Raises TopicError if it does not exist."""

@@ -17,7 +17,7 @@ from aiokafka.errors import (
 from rollstream.eventlog.kafka.client import log_errors
 from rollstream.schemas.errors import TopicError
 from rollstream.schemas.kafka import KafkaSettings
-from rollstream.schemas.topics import TOPICS, Topic
+from rollstream.schemas.topics import NUM_PARTITIONS, TOPICS, Topic
 
 PATIENCE_S = 5.0
 """Maximum seconds for a new topic to appear in the metadata."""
@@ -63,6 +63,14 @@ async def create_missing(admin: AIOKafkaAdminClient, kafka: KafkaSettings, num_p
         await count_partitions(admin, kafka, topic.short)
 
 
+async def scaled_count(admin: AIOKafkaAdminClient, kafka: KafkaSettings) -> int:
+    """Number of partitions of the scaled topics that exist; `NUM_PARTITIONS` if there are none. Raises TopicError."""
+    with log_errors("list topics", kafka, "Describe"):
+        there = set(await admin.list_topics())
+    first = next((one.short for one in TOPICS.values() if one.scaled and kafka.topic_name(one.short) in there), None)
+    return NUM_PARTITIONS if first is None else await count_partitions(admin, kafka, first)
+
+
 async def check(admin: AIOKafkaAdminClient, kafka: KafkaSettings, num_partitions: int) -> None:
     """Compare every topic with the table and the settings. Raises TopicError naming topic, found and wanted."""
     replicas: dict[str, int] = {}
@@ -71,7 +79,7 @@ async def check(admin: AIOKafkaAdminClient, kafka: KafkaSettings, num_partitions
         found, wanted = len(partitions), num_partitions if topic.scaled else 1
         name = kafka.topic_name(topic.short)
         if found != wanted:
-            remedy = "set num_partitions to the count found, or use" if topic.scaled else "use"
+            remedy = "leave num_partitions out, set it to the count found, or use" if topic.scaled else "use"
             raise TopicError(
                 f"topic {name} has {found} partitions, expected {wanted}; partition counts cannot change during a "
                 f"run, so {remedy} another cluster"

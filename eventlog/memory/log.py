@@ -20,13 +20,13 @@ from rollstream.eventlog.memory.groups import Group, MemoryGroupReader, MemoryRe
 from rollstream.eventlog.rebalance import Callbacks
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import TopicError
-from rollstream.schemas.topics import TOPICS
+from rollstream.schemas.topics import NUM_PARTITIONS, TOPICS
 
 
 class MemoryLog:
     """`EventLog` in memory; usable at once, without `start`. One event loop only."""
 
-    def __init__(self, *, num_partitions: int = 6) -> None:
+    def __init__(self, *, num_partitions: int = NUM_PARTITIONS) -> None:
         """`num_partitions`: partition count of the scaled topics."""
         self._num_scaled = num_partitions
         self._store = Store(
@@ -42,9 +42,9 @@ class MemoryLog:
     async def close(self) -> None:
         """Do nothing; the records are kept for tests."""
 
-    async def ensure_topics(self, *, num_partitions: int) -> None:
-        """Check the partition count. Raises TopicError if it is not the one of the constructor."""
-        if num_partitions != self._num_scaled:
+    async def ensure_topics(self, *, num_partitions: int | None = None) -> None:
+        """Check the partition count. Raises TopicError if one is given that is not the one of the constructor."""
+        if num_partitions not in (None, self._num_scaled):
             raise TopicError(f"topic tasks has {self._num_scaled} partitions, expected {num_partitions}")
 
     async def num_partitions(self, topic: str) -> int:

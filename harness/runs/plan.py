@@ -80,7 +80,7 @@ async def new_run(
         seed=config.adapter.seed,
         dataset=artifacts.put_bytes(dataset.to_json_lines(examples), suffix=".jsonl"),
         num_examples=len(examples),
-        num_partitions=config.builder.num_partitions,
+        num_partitions=await log.num_partitions("tasks"),
         cluster_id=await log.cluster_id(),
         library_versions=library_versions(),
         idle_timeout_s=config.trainer.run_idle_timeout_s,

@@ -15,7 +15,7 @@ from rollstream.eventlog.kafka.security import client_options
 from rollstream.schemas.errors import LogError, TopicError
 from rollstream.schemas.events import TaskCancelled
 from rollstream.schemas.kafka import KafkaSettings
-from rollstream.schemas.topics import TOPICS
+from rollstream.schemas.topics import NUM_PARTITIONS, TOPICS
 
 pytestmark = pytest.mark.kafka
 
@@ -29,7 +29,7 @@ async def with_admin(kafka: KafkaSettings, work: Callable[[AIOKafkaAdminClient],
         await admin.close()
 
 
-async def ensure(kafka: KafkaSettings, num_partitions: int) -> None:
+async def ensure(kafka: KafkaSettings, num_partitions: int | None) -> None:
     log = KafkaLog(kafka)
     await log.start()
     try:
@@ -49,6 +49,7 @@ def test_topics_are_made_once_and_compared_ever_after(workspace: Path, caplog: p
     async def main(kafka: KafkaSettings) -> None:
         await asyncio.gather(*(ensure(kafka, 3) for _ in range(4)))
         await ensure(kafka, 3)
+        await ensure(kafka, None)
         with pytest.raises(TopicError, match=r"rollstream\.tasks\.v1 has 3 partitions, expected 5; .* num_partitions"):
             await ensure(kafka, 5)
         await set_up(kafka, "weights", cleanup_policy="compact")
@@ -64,6 +65,19 @@ def test_topics_are_made_once_and_compared_ever_after(workspace: Path, caplog: p
         with caplog.at_level(logging.WARNING, "rollstream"):
             await ensure(kafka, 3)
         assert "rollstream.weights.v1 has retention.ms=86400000" in caplog.text
+
+    with EmbeddedBroker(workspace) as broker:
+        asyncio.run(main(broker.kafka))
+
+
+def test_missing_topics_get_as_many_partitions_as_the_others_or_six_without_any(workspace: Path) -> None:
+    async def main(kafka: KafkaSettings) -> None:
+        await with_admin(kafka, lambda admin: admin.create_topics([NewTopic("rollstream.steps.v1", 2, 1)]))
+        await ensure(kafka, None)
+        other = kafka.model_copy(update={"topic_prefix": "other."})
+        await ensure(other, None)
+        async with KafkaLog(kafka) as log, KafkaLog(other) as beside:
+            assert (await log.num_partitions("tasks"), await beside.num_partitions("tasks")) == (2, NUM_PARTITIONS)
 
     with EmbeddedBroker(workspace) as broker:
         asyncio.run(main(broker.kafka))
