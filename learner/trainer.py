@@ -18,7 +18,7 @@ from rollstream.learner.algorithms import off_policy, table
 from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointPosition, part
 from rollstream.learner.model.collate import check_lengths, check_token_ids, holder_of
-from rollstream.learner.model.loading import num_positions
+from rollstream.learner.model.loading import check_head, num_positions
 from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
 from rollstream.learner.model.micro_batch import TrainRow
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
@@ -82,6 +82,7 @@ class JobTrainer:
         ranks = ranks.of_job(job.job_id)
         with ranks.together(LOAD, job.model_dump_json().encode()):
             self.model = policy_of(self._settings.model, ranks, seed=seed, path=path)
+        check_head(self.model.settings, self.model.compute_dtype, is_plain=self.model.selects_logprobs)
         if self._settings.revision >= 2:
             self.model.use_dropout(not algorithm.needs.compares_logprobs)
         self.model.compute_as(self._settings.revision)
@@ -304,6 +305,7 @@ class JobTrainer:
                 budget=self._budget,
                 check=partial(self._check_lengths, trajectories),
             )
+        self.model.clear_gradients(0)  # else they would lie beside what is published and scored before the next batch
         self._statistics = dict(result.statistics)
         self._skipped_in_row = result.skipped_in_row
         if not result.num_optimizer_steps and not result.skipped_in_row:

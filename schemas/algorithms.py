@@ -21,6 +21,7 @@ from rollstream.schemas.base import added
 from rollstream.schemas.policy_gradient import (
     ClippedSettings,
     GdpoSettings,
+    KlPenaltySettings,
     MaxRlSettings,
     PolicyGradientSettings,
     PpoSettings,
@@ -73,7 +74,7 @@ class GrpoSettings(_BuiltIn, ClippedSettings):
     name: Literal["grpo"] = "grpo"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-class CispoSettings(PolicyGradientSettings):
+class CispoSettings(KlPenaltySettings):
     """Clipped importance-sampling weights on a plain policy gradient (MiniMax-M1, arXiv 2506.13585)."""
 
     name: Literal["cispo"] = "cispo"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -81,7 +82,7 @@ class CispoSettings(PolicyGradientSettings):
     """A token's weight is its ratio, at most 1 + clip_high."""
 
 
-class GspoSettings(PolicyGradientSettings):
+class GspoSettings(KlPenaltySettings):
     """Group sequence policy optimisation (arXiv 2507.18071)."""
 
     OWN_AGGREGATION: ClassVar[str] = "gspo is the mean over sequences"
@@ -100,7 +101,7 @@ class GspoSettings(PolicyGradientSettings):
         return self
 
 
-class DppoSettings(PolicyGradientSettings):
+class DppoSettings(KlPenaltySettings):
     """Divergence proximal policy optimisation (arXiv 2602.04879)."""
 
     name: Literal["dppo"] = "dppo"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -123,7 +124,7 @@ class DppoSettings(PolicyGradientSettings):
         return {**written, "delta": 0.05} if is_left_open else written
 
 
-class SapoSettings(PolicyGradientSettings):
+class SapoSettings(KlPenaltySettings):
     """Soft adaptive policy optimisation (arXiv 2511.20347)."""
 
     name: Literal["sapo"] = "sapo"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -133,7 +134,7 @@ class SapoSettings(PolicyGradientSettings):
     """Rate at which the gradient of a token with a negative advantage fades as its ratio leaves 1."""
 
 
-class VespoSettings(PolicyGradientSettings):
+class VespoSettings(KlPenaltySettings):
     """Variational sequence-level soft policy optimisation (VESPO), by TRL's names and defaults."""
 
     name: Literal["vespo"] = "vespo"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -101,7 +101,7 @@ class PolicyGradientSettings(AlgorithmSettings):
     the reward as it is.
     """
     reward_weights: dict[str, FiniteFloat] = added({})
-    """Weights by reward name, for gdpo; a reward without one has weight 1."""
+    """Weights by reward name, for gdpo; a reward without one has that of the run, see the builder's."""
     rae_decay: float = added(0.95, ge=0, lt=1)
     """Decay of that moving average: the share of it that is left after one more trajectory."""
     step_rewards: Literal["total", "process"] = added("total")
@@ -192,10 +192,30 @@ class PolicyGradientSettings(AlgorithmSettings):
         return found
 
 
-class ClippedSettings(PolicyGradientSettings):
-    """Settings of PPO's clipped objective (arXiv 1707.06347, equation 7), with the bounds of DAPO and dual-clip PPO."""
+class KlPenaltySettings(PolicyGradientSettings):
+    """Settings of losses that may have a penalty for leaving the job's base version."""
 
     KL_FIELD: ClassVar[str | None] = "kl_coefficient"
+
+    kl_coefficient: float = added(0.0, ge=0)
+    """Weight of the KL divergence from the job's base version; 0 keeps no copy of that."""
+    unbiased_kl: bool = added(False)
+    """Weight that KL estimate by the token's importance ratio, which makes its gradient unbiased."""
+
+    @property
+    def needs(self) -> Needs:
+        """The reference too, if the KL divergence from it counts."""
+        return super().needs.model_copy(update={"reference": self.kl_coefficient > 0})
+
+    def unused(self) -> dict[str, tuple[str, ...]]:
+        found = super().unused()
+        return (
+            found if self.kl_coefficient or not self.unbiased_kl else {**found, "kl_coefficient is 0": ("unbiased_kl",)}
+        )
+
+
+class ClippedSettings(KlPenaltySettings):
+    """Settings of PPO's clipped objective (arXiv 1707.06347, equation 7), with the bounds of DAPO and dual-clip PPO."""
 
     clip_low: float = Field(default=0.2, gt=0)
     clip_high: float = Field(default=0.28, gt=0)
@@ -203,26 +223,11 @@ class ClippedSettings(PolicyGradientSettings):
     """For a negative advantage A, the loss of a token is at most -dual_clip * A, whatever its ratio. A new run has 3
     unless its configuration says another number, or null for no bound.
     """
-    kl_coefficient: float = added(0.0, ge=0)
-    """Weight of the KL divergence from the job's base version; 0 keeps no copy of that."""
-    unbiased_kl: bool = added(False)
-    """Weight that KL estimate by the importance ratio, which makes its gradient unbiased."""
-
-    @property
-    def needs(self) -> Needs:
-        """The reference too, if the KL divergence from it counts."""
-        return super().needs.model_copy(update={"reference": self.kl_coefficient > 0})
 
     def for_run(self, *, num_generations: int, temperature: float) -> Self:
         """Ratios are bounded unless the configuration says otherwise."""
         chosen = super().for_run(num_generations=num_generations, temperature=temperature)
         return chosen if "dual_clip" in self.model_fields_set else chosen.model_copy(update={"dual_clip": DUAL_CLIP})
-
-    def unused(self) -> dict[str, tuple[str, ...]]:
-        found = super().unused()
-        return (
-            found if self.kl_coefficient or not self.unbiased_kl else {**found, "kl_coefficient is 0": ("unbiased_kl",)}
-        )
 
 
 class PpoSettings(ClippedSettings):

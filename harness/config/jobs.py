@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollstream.harness.config.rewards import drops_dead_branches, evaluators_of, missing_score_of, weights_of
+from rollstream.harness.config import rewards
 from rollstream.producers.league.draw import frozen_player
 from rollstream.schemas import ids
 from rollstream.schemas.algorithms import SftSettings, recorded
@@ -118,7 +118,7 @@ def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
         environment=config.environment,
         environment_config=builder.environment_config,
         rewards=config.reward_functions,
-        reward_weights=weights_of(config),
+        reward_weights=rewards.weights_of(config),
         agents={agent: ids.model_group(run_id, group) for agent, group in config.agents.items()},
         sampling=builder.sampling,
         max_turns=builder.max_turns,
@@ -126,11 +126,11 @@ def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
         rollout_timeout_s=builder.rollout_timeout_s,
         group_timeout_s=builder.group_timeout_s,
         policy=EXTERNAL if config.is_external else "demonstration" if is_imitated else "model",
-        evaluators=evaluators_of(config),
-        missing_score=missing_score_of(config),
+        evaluators=rewards.evaluators_of(config),
+        missing_score=rewards.missing_score_of(config),
         league=builder.league,
         responses_per_step=builder.responses_per_step,
-        drop_dead_branches=drops_dead_branches(config),
+        drop_dead_branches=rewards.drops_dead_branches(config),
         renderer=builder.renderer,
     )
 
@@ -154,9 +154,7 @@ def _training_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
         knows_single_group=True,
         gate=config.trainer.evaluation_gate,
     )
-    algorithm = adapter.algorithm.for_run(
-        num_generations=builder.num_generations, temperature=builder.sampling.temperature
-    )
+    algorithm = rewards.algorithm_of(config)
     if algorithm.needs.flat_groups:
         asked = "drop_zero_variance" in builder.model_fields_set
         plan = plan.model_copy(update={"drop_zero_variance": plan.drop_zero_variance and asked})

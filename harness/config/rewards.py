@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from rollstream.harness.config.dataset import Example
-from rollstream.schemas.algorithm_settings import teacher_of
+from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import SECTION, Evaluator, LlmJudge, answer_key, kind_of
@@ -49,6 +49,20 @@ def weights_of(config: RunConfig) -> dict[str, float]:
     if chosen.name == ENVIRONMENT:
         return {**dict.fromkeys(builder.rewards, 0.0), **builder.reward_weights}
     return {OTHERS: 0.0, chosen.name: 1.0, **builder.reward_weights}
+
+
+def algorithm_of(config: RunConfig) -> AlgorithmSettings:
+    """The run's algorithm with what the builder decides: the sampling, and the weights of rewards that the algorithm
+    adds up by itself, unless it sets them.
+    """
+    builder = config.builder
+    found = config.adapter.algorithm.for_run(
+        num_generations=builder.num_generations, temperature=builder.sampling.temperature
+    )
+    if not found.needs.named_rewards or not (weights := weights_of(config)):
+        return found
+    own: Any = found
+    return found.model_copy(update={"reward_weights": {**weights, **own.reward_weights}})
 
 
 def missing_score_of(config: RunConfig) -> Any:

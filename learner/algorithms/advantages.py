@@ -17,7 +17,7 @@ from rollstream.learner.algorithms.base import (
 )
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.policy_gradient import BATCH_WIDE, Advantage, OverlongSettings, PolicyGradientSettings
-from rollstream.schemas.settings import CORRECTED_SINCE, NEWEST_REVISION
+from rollstream.schemas.settings import CORRECTED_SINCE, NEWEST_REVISION, OTHERS
 
 EPSILON = 1e-6
 OWN_STEPS_SINCE = 12
@@ -88,10 +88,10 @@ def decoupled(members: Sequence[Member], weights: Mapping[str, float]) -> list[f
     and deviation of all such sums of the agent in the batch. A reward that a member did not get counts as 0.
     """
     groups = [(member.group_id, member.agent) for member in members]
-    sums = [0.0] * len(members)
+    sums, others = [0.0] * len(members), weights.get(OTHERS, 1.0)
     for name in sorted({name for member in members for name in member.rewards}):
         found = by_group([member.rewards.get(name, 0.0) for member in members], groups, "group_std")
-        sums = [total + weights.get(name, 1.0) * value for total, value in zip(sums, found, strict=True)]
+        sums = [total + weights.get(name, others) * value for total, value in zip(sums, found, strict=True)]
     return by_group(sums, [member.agent for member in members], "group_std")
 
 

@@ -8,12 +8,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollstream.schemas.policy_gradient import KlPenaltySettings
 from rollstream.schemas.settings import BOUNDED_SINCE, CORRECTED_SINCE, NEWEST_REVISION
 
 MAX_LOG_RATIO = 20.0
 """A log-ratio counts for no more: some engines write -9999 for a token that they held for hardly possible, and the
 exponential of such a ratio is not finite.
 """
+KL_REFERENCE = "kl_reference"
+"""Name of the sum of a batch's KL penalties."""
 
 
 class Layout(NamedTuple):
@@ -156,6 +159,35 @@ def dual_clipped(objective: Tensor, advantages: Tensor, bound: float | None) -> 
     if bound is None:
         return objective
     return torch.where(advantages < 0, torch.maximum(objective, bound * advantages), objective)
+
+
+def with_kl_penalty(
+    losses: Tensor,
+    tokens: TokenBatch,
+    settings: KlPenaltySettings,
+    sums: dict[str, Tensor],
+    *,
+    ratio_N: Tensor | None = None,
+    by_row: bool = False,
+) -> Tensor:
+    """losses + kl_coefficient * KL(current || base version), (N,) or, `by_row`, (B,) with the means over the rows'
+    tokens; the losses themselves if the coefficient is 0. The sum of these estimates becomes one of `sums`.
+
+    The estimate is k3 = r - 1 - log r with the ratio of the base version's probability to the policy's (Schulman,
+    "Approximating KL Divergence"; DeepSeekMath, arXiv 2402.03300, equation 4). With `unbiased_kl` it is weighted by
+    `ratio_N`, that of the policy to the one that sampled: estimate and gradient are then unbiased although that one
+    sampled the tokens (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    """
+    if not settings.kl_coefficient or tokens.reference_N is None:
+        return losses
+    log_odds_N = log_ratio(tokens.reference_N, tokens.logprobs_N)
+    found = log_odds_N.exp() - 1 - log_odds_N
+    if settings.unbiased_kl:
+        found = (log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp() if ratio_N is None else ratio_N) * found
+    if by_row:
+        found = tokens.mean_by_row(found)
+    sums[KL_REFERENCE] = found.detach().sum()
+    return losses + settings.kl_coefficient * found
 
 
 def with_entropy_bonus(losses: Tensor, entropies: Tensor, coefficient: float) -> Tensor:

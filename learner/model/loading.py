@@ -43,16 +43,26 @@ def compute_dtype_of(settings: ModelSettings, device: torch.device) -> torch.dty
 
 
 def load_module(
-    settings: ModelSettings, path: str, device: torch.device, *, seed: int, shares_base: bool = False
+    settings: ModelSettings,
+    path: str,
+    device: torch.device,
+    *,
+    seed: int,
+    shares_base: bool = False,
+    is_trained: bool = True,
 ) -> Any:
     """A transformers model on a device, in peft's wrapper if it has adapters, which begin as `seed` says.
 
-    `path`: a folder or a hub name. Parameters are float32 unless they are below an adapter. `shares_base`: those below
-    an adapter may be those of other policies, so nobody may change them. Raises ModelError naming what cannot be
-    loaded.
+    `path`: a folder or a hub name. Parameters are float32 unless they are below an adapter or not `is_trained`; these
+    have the type that forwards compute in. `shares_base`: those below an adapter may be those of other policies, so
+    nobody may change them. Raises ModelError naming what cannot be loaded.
     """
     with MODEL_LOADING:
-        module = (_shared_base if shares_base and can_share(settings, device) else _load_base)(settings, path, device)
+        if shares_base and can_share(settings, device):
+            module = _shared_base(settings, path, device)
+        else:
+            dtype = _held_dtype(settings, device) if is_trained else compute_dtype_of(settings, device)
+            module = _load_base(settings, path, device, dtype)
         for part in module.modules() if settings.quantization else ():
             # Else bitsandbytes repacks weights where there is AVX512-BF16, in forwards without gradients, and rounds
             # more.
@@ -134,10 +144,30 @@ def _shared_base(settings: ModelSettings, path: str, device: torch.device) -> An
     key = (*_kind(settings, where, device), files)
     base = SHARED_BASES.get(key)
     if base is None:
-        base = SHARED_BASES[key] = _load_base(settings, path, device).to(device)
+        base = SHARED_BASES[key] = _load_base(settings, path, device, _held_dtype(settings, device)).to(device)
     module = copy.deepcopy(base, {id(one): one for one in base.parameters()})
     vars(module)["shared_base"] = base  # held, and none of the module's own modules
     return module
+
+
+def frozen_copy(module: Any, dtype: torch.dtype) -> Any:
+    """A copy of a module for evaluation, without gradients; its parameters are in this type from the beginning."""
+    made = {
+        id(one): torch.nn.Parameter(one.detach().to(dtype), requires_grad=False)
+        for one in module.parameters()
+        if one.dtype != dtype and one.is_floating_point()
+    }
+    return copy.deepcopy(module, made).eval().requires_grad_(requires_grad=False)
+
+
+def hold_parameters_in(module: Any, dtype: torch.dtype) -> None:
+    """Give all parameters this type. Buffers keep theirs: frequencies of rotary embeddings that are rounded to bfloat16
+    turn tokens at later positions by other angles.
+    """
+    kept = [(part, dict(part._buffers)) for part in module.modules()]
+    module.to(dtype)
+    for part, buffers in kept:
+        part._buffers.update(buffers)
 
 
 def inner(module: Any) -> Any:
@@ -156,6 +186,15 @@ def has_plain_head(module: Any) -> bool:
     module.eval()
     hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     return torch.equal(head(hidden), module(input_ids=ids, use_cache=False).logits)
+
+
+def check_head(settings: ModelSettings, compute_dtype: torch.dtype, *, is_plain: bool) -> None:
+    """Raises ModelError if `fp32_head` is set for a head that is not computed apart from the model."""
+    if settings.fp32_head and compute_dtype != torch.float32 and not is_plain:
+        raise ModelError(
+            f"model {settings.path}: fp32_head computes logits that are a linear map of the last hidden states, and "
+            "this model caps, scales or adapts them; leave model.fp32_head out, or set model.dtype to float32"
+        )
 
 
 def num_positions(module: Any) -> int | None:
@@ -239,12 +278,11 @@ def has_embeddings(lora: LoraSettings) -> bool:
     return lora.target_modules != ALL_LINEAR and not EMBEDDINGS.isdisjoint(lora.target_modules)
 
 
-def _load_base(settings: ModelSettings, path: str, device: torch.device) -> Any:
+def _load_base(settings: ModelSettings, path: str, device: torch.device, dtype: torch.dtype) -> Any:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     folder = Path(path).expanduser()
     if looks_local and not folder.is_dir():
         raise ModelError(f"model folder {path} does not exist; give a transformers folder or a hub name")
-    dtype = _held_dtype(settings, device)
     attention = settings.attn_implementation
     with _named_failures(path):
         return AutoModelForCausalLM.from_pretrained(

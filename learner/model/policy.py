@@ -24,6 +24,7 @@ from rollstream.learner.model.loading import (
     compute_dtype_of,
     empty_module,
     enable_checkpointing,
+    frozen_copy,
     has_dropout,
     has_embeddings,
     has_plain_head,
@@ -56,12 +57,14 @@ class PolicyModel:
         path: str | None = None,
         shares_base: bool = False,
         has_weights: bool = True,
+        is_trained: bool = True,
     ) -> None:
         """Load base weights; adapters begin as `seed` says. Raises ModelError naming what cannot be loaded.
 
         `path`: what the settings' path, as written, stands for here. `shares_base`: adapters use the base model of
         other policies of this process where they can, see `can_share`; nobody may change its parameters. Without
-        `has_weights` all parameters and buffers are on the meta device, and nothing is known about their results.
+        `has_weights` all parameters and buffers are on the meta device, and nothing is known about their results. Not
+        `is_trained`, it holds its parameters in the type that it computes in.
         """
         self.settings = settings
         self.ranks = Ranks()
@@ -71,7 +74,7 @@ class PolicyModel:
         self.compute_dtype = compute_dtype_of(settings, self.device)
         self._published_dtype = torch.float32 if settings.lora else self.compute_dtype
         self.tokenizer_sha256 = tokenizer_sha256(path or settings.path)
-        load = partial(load_module, shares_base=shares_base) if has_weights else empty_module
+        load = partial(load_module, shares_base=shares_base, is_trained=is_trained) if has_weights else empty_module
         self._longest_shared, self._why_apart = 0.0, "its logits are more than a linear map of its hidden states"
         with within_memory(f"model {settings.path} on {self.device}"):
             self.module: Any = load(settings, path or settings.path, self.device, seed=seed)
@@ -212,18 +215,14 @@ class PolicyModel:
             self._logged = why
         return not why
 
-    def frozen_copy(self) -> "PolicyModel":
-        """The same model once more, as it is now, without gradients and dropout."""
+    def frozen_copy(self, dtype: torch.dtype | None = None) -> "PolicyModel":
+        """The same model as it is now, without gradients and dropout, held and computed in `dtype` if that is given."""
         frozen = copy.copy(self)
-        frozen.module = copy.deepcopy(self.module).eval().requires_grad_(requires_grad=False)
+        frozen.module = frozen_copy(self.module, dtype or torch.float32)
+        frozen.compute_dtype = dtype or self.compute_dtype
         if self.settings.compile:  # a copy is not
             compile_layers(inner(frozen.module), self.settings.path)
         return frozen
-
-    def hold_in(self, dtype: torch.dtype) -> None:
-        """Hold all parameters in this type and compute in it: of a model that is not trained."""
-        self.module.to(dtype)
-        self.compute_dtype = dtype
 
     def completion_terms(
         self, batch: MicroBatch, *, temperature: float, entropy_needs_grad: bool, entropy: bool = True
@@ -353,10 +352,9 @@ class Reference:
         what = f"the copy of model {policy.settings.path} that the loss compares with"
         with policy.ranks.together(command), within_memory(what, WITHOUT_COPY, alone=policy.ranks.num == 1):
             if policy.settings.lora is None:
-                self._policy = policy.frozen_copy()
+                own_type = policy.settings.reference_dtype
+                self._policy = policy.frozen_copy(None if own_type == "auto" else getattr(torch, own_type))
                 _load(self._policy, tensors)
-                if policy.settings.reference_dtype != "auto":
-                    self._policy.hold_in(getattr(torch, policy.settings.reference_dtype))
             else:
                 own = _values(policy)
                 _load(policy, tensors)

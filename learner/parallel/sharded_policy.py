@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollstream.eventlog.files import HashingFile
+from rollstream.learner.model.loading import hold_parameters_in
 from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.model.ranks import Ranks, whole
@@ -104,7 +105,7 @@ class ShardedPolicy(PolicyModel):
             if not torch.is_grad_enabled():  # no backward pass lets go of what stayed gathered, which is soon outdated
                 self.module.reshard()
 
-    def frozen_copy(self) -> "ShardedPolicy":
+    def frozen_copy(self, dtype: torch.dtype | None = None) -> "ShardedPolicy":
         """The model of the folder once more, in shards, without gradients and dropout: its weights must be loaded."""
         assert isinstance(self.ranks, ProcessRanks)
         with torch.random.fork_rng(devices=[]):
@@ -112,6 +113,9 @@ class ShardedPolicy(PolicyModel):
         frozen.selects_logprobs, frozen.may_fuse = self.selects_logprobs, self.may_fuse
         frozen.copies_keys = self.copies_keys
         frozen.module.eval().requires_grad_(requires_grad=False)
+        if dtype is not None:
+            hold_parameters_in(frozen.module, dtype)
+            frozen.compute_dtype = dtype
         return frozen
 
     def published(self) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from rollstream.learner.algorithms.base import KeptRow, Row
 from rollstream.learner.model import collate
 from rollstream.learner.model.collate import check_lengths, rows_of
 from rollstream.learner.model.loading import num_positions
-from rollstream.learner.model.memory import MicroBatchBudget, within_memory
+from rollstream.learner.model.memory import MicroBatchBudget
 from rollstream.learner.model.micro_batch import MicroBatch, TrainRow
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
 from rollstream.learner.model.ranks import Ranks, failing_the_job, of_all
@@ -39,10 +39,8 @@ class TeacherModel:
     def __init__(self, settings: ModelSettings, path: str) -> None:
         """`path`: what the settings' path stands for here. Raises ModelError naming what cannot be loaded."""
         with torch.random.fork_rng(devices=[]):
-            self.model = PolicyModel(settings, seed=0, path=path)
+            self.model = PolicyModel(settings, seed=0, path=path, is_trained=False)
         self.model.module.eval().requires_grad_(requires_grad=False)
-        with within_memory(f"teacher {settings.path} on {self.model.device}"):
-            self.model.hold_in(self.model.compute_dtype)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
@@ -125,6 +123,12 @@ class ScoringModels:
             found = self._served_teacher(scorer.model, teacher.url).logprobs([row.token_ids for row in rows])
             return [values_T[row.mask] for row, values_T in zip(rows, found, strict=True)]
         model, asked = self._model(scorer)
+        for row in rows:
+            if (largest := int(row.token_ids.max(initial=0))) >= model.num_token_ids:
+                raise ModelError(
+                    f"{self._location}: trajectory {names[row.member]} has token id {largest}, and "
+                    f"{scorer.model or 'the model'} has {model.num_token_ids} ids; give a teacher with as many"
+                )
         check_lengths(
             rows,
             num_positions(model.module),
@@ -160,8 +164,8 @@ class ScoringModels:
 
     def _check_vocabulary(self, teacher: PolicyModel, written: str, path: str) -> None:
         """Raises ModelError if a token id is not the same text to the teacher as to the policy."""
-        odd = misfit(self.policy_path, path)
-        if not odd and teacher.num_token_ids < self._policy.num_token_ids:
+        odd = misfit(self.policy_path, path)  # of equal tokenizers, models may be padded to different sizes
+        if odd is None and teacher.num_token_ids < self._policy.num_token_ids:
             odd = f"it has {teacher.num_token_ids} token ids, the model {self._policy.num_token_ids}"
         if odd:
             raise self._misfit(written, odd)

@@ -12,15 +12,15 @@ AS_SAMPLED = (
 """Requirements on a run whose teacher is on a server."""
 
 
-def misfit(path: str, other: str) -> str:
-    """The first difference between the vocabularies of two models' folders; "" if there is none, or one has no
-    tokenizer.
+def misfit(path: str, other: str) -> str | None:
+    """The first difference between the vocabularies of two models' folders; "" if there is none, None if one has no
+    tokenizer to compare.
     """
     if "" != tokenizer_sha256(path) == tokenizer_sha256(other):
         return ""
     mine, its = tokenizer_of(path), tokenizer_of(other)
     if mine is None or its is None:
-        return ""
+        return None
     known, own = its.get_vocab(), mine.get_vocab()
     for text, token_id in sorted(own.items(), key=lambda one: one[1]):
         if known.get(text) != token_id:

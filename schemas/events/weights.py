@@ -251,7 +251,9 @@ class StepTrained(WeightEvent):
 
 
 class Scorer(BaseModel):
-    """Source of the log-probabilities in a ReferenceScored. Equal scorers give tokens equal log-probabilities."""
+    """Source of the log-probabilities in a ReferenceScored. Equal scorers give tokens equal log-probabilities, as long
+    as the files of a `model` stay as they are.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

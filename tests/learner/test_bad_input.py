@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, LlamaConfig, OPTConfig, Phi3Config, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPTJConfig,
+    LlamaConfig,
+    OPTConfig,
+    Phi3Config,
+    Qwen2Config,
+)
 
 from rollstream.eventlog import files
 from rollstream.eventlog.files import base_sha256
@@ -130,6 +139,26 @@ def test_a_row_that_is_left_out_may_be_longer_than_the_models_table_of_positions
         lab = LongTruncatedLab(tmp_path, tmp_path / "model")
         await lab.plan(await lab.submit("bad", algorithm=GrpoSettings(mask_truncated=True)), 1)
         await lab.work(lab.has(JobSucceeded))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_head_in_float32_is_refused_where_the_model_caps_its_logits(tmp_path: Path, dtype: str) -> None:
+    config = Gemma2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    settings = ModelSettings.model_validate({"path": str(folder), "device": "cpu", "dtype": dtype, "fp32_head": True})
+
+    async def scenario() -> None:
+        lab = Lab(tmp_path, folder)
+        await lab.plan(await lab.submit("one", model=settings), 1)
+        await lab.work(lab.has(JobFailed if dtype == "bfloat16" else JobSucceeded))
+        for failed in await lab.events("jobs", JobFailed):
+            assert failed.error.startswith(f"model {folder}: fp32_head computes logits that are a linear map")
 
     asyncio.run(scenario())
 

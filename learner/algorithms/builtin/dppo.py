@@ -7,7 +7,14 @@ from torch import Tensor
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
+from rollstream.learner.algorithms.tokens import (
+    KL_REFERENCE,
+    Losses,
+    TokenBatch,
+    log_ratio,
+    with_entropy_bonus,
+    with_kl_penalty,
+)
 from rollstream.schemas.algorithms import DppoSettings
 from rollstream.schemas.settings import CORRECTED_SINCE
 
@@ -21,7 +28,7 @@ class Dppo(PolicyGradient):
     Settings = DppoSettings
 
     def loss(self, tokens: TokenBatch, settings: DppoSettings) -> Losses:
-        """-M sg(min(r, max)) A log p - c H by token, r = exp(current - behaviour), sg without a gradient.
+        """-M sg(min(r, max)) A log p - c H + b KL by token, r = exp(current - behaviour), sg without a gradient.
 
         "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv 2602.04879, equation 12): M is 0 where the
         advantage moves p further from the sampling policy's q and their divergence is above delta, else 1. binary_tv:
@@ -35,7 +42,9 @@ class Dppo(PolicyGradient):
         weight_N = ratio_N.clamp(max=settings.ratio_max) * keep_N
         losses_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
         losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
-        sums = {
+        sums = dict[str, Tensor]()
+        losses_N = with_kl_penalty(losses_N, tokens, settings, sums)
+        sums |= {
             "loss": losses_N.detach().sum(),
             "entropy": tokens.entropies_N.detach().sum(),
             "ratio": ratio_N.sum(),
@@ -53,7 +62,8 @@ class Dppo(PolicyGradient):
             "ratio": "policy/ratio",
             "masked": "clip/divergence",
         }
-        return {name: sums[key] / counts.tokens for key, name in names.items()}
+        names[KL_REFERENCE] = "policy/kl_reference"
+        return {name: sums[key] / counts.tokens for key, name in names.items() if key in sums}
 
 
 @torch.no_grad()

@@ -3,10 +3,19 @@
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, dual_clipped, log_ratio, with_entropy_bonus
+from rollstream.learner.algorithms.tokens import (
+    KL_REFERENCE,
+    Losses,
+    TokenBatch,
+    dual_clipped,
+    log_ratio,
+    with_entropy_bonus,
+    with_kl_penalty,
+)
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.policy_gradient import ClippedSettings
 
@@ -17,13 +26,10 @@ class Clipped(PolicyGradient):
     def loss(self, tokens: TokenBatch, settings: ClippedSettings) -> Losses:
         """-min(r A, clip(r, 1 - low, 1 + high) A) - c H + b KL by token, r = exp(current - behaviour).
 
-        Clip-higher and token-level normalisation as in DAPO (arXiv 2503.14476, equations 8 and 12). The estimate of
-        KL(behaviour || current) is k3 = r - 1 - log r (Schulman, "Approximating KL Divergence"); the same estimate of
-        KL(current || base version) is the penalty (DeepSeekMath, arXiv 2402.03300, equation 4); weighted by r, estimate
-        and gradient are unbiased although the behaviour policy sampled the tokens (DeepSeek-V3.2, arXiv 2512.02556,
-        section 3.1). With `dual_clip` c the objective of a token with A < 0 is at least c A (dual-clip PPO, arXiv
-        1912.09729, equation 5): it has no gradient where r > c. A token with a log-ratio above MAX_LOG_RATIO has no
-        gradient from it.
+        Clip-higher and token-level normalisation as in DAPO (arXiv 2503.14476, equations 8 and 12). KL is that of
+        `with_kl_penalty`; `policy/kl` is the same estimate, k3 = r - 1 - log r, of KL(behaviour || current). With
+        `dual_clip` c the objective of a token with A < 0 is at least c A (dual-clip PPO, arXiv 1912.09729, equation 5):
+        it has no gradient where r > c. A token with a log-ratio above MAX_LOG_RATIO has no gradient from it.
         """
         log_ratio_N = log_ratio(tokens.logprobs_N, tokens.behaviour_N)
         ratio_N = log_ratio_N.exp()
@@ -31,17 +37,12 @@ class Clipped(PolicyGradient):
         objective_N = torch.minimum(ratio_N * tokens.advantages_N, clipped_N * tokens.advantages_N)
         losses_N = -dual_clipped(objective_N, tokens.advantages_N, settings.dual_clip)
         losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
-        to_reference_N = None
-        if settings.kl_coefficient and tokens.reference_N is not None:
-            log_odds_N = log_ratio(tokens.reference_N, tokens.logprobs_N)
-            to_reference_N = log_odds_N.exp() - 1 - log_odds_N
-            if settings.unbiased_kl:
-                to_reference_N = ratio_N * to_reference_N
-            losses_N = losses_N + settings.kl_coefficient * to_reference_N
+        sums = dict[str, Tensor]()
+        losses_N = with_kl_penalty(losses_N, tokens, settings, sums, ratio_N=ratio_N)
         with torch.no_grad():
             is_low_N = (ratio_N < 1 - settings.clip_low) & (tokens.advantages_N < 0)
             is_high_N = (ratio_N > 1 + settings.clip_high) & (tokens.advantages_N > 0)
-            sums = {
+            sums |= {
                 "loss": losses_N.sum(),
                 "entropy": tokens.entropies_N.sum(),
                 "kl": (ratio_N - 1 - log_ratio_N).sum(),
@@ -53,8 +54,6 @@ class Clipped(PolicyGradient):
             }
             if settings.dual_clip is not None:
                 sums["clip_dual"] = ((ratio_N > settings.dual_clip) & (tokens.advantages_N < 0)).sum()
-            if to_reference_N is not None:
-                sums["kl_reference"] = to_reference_N.sum()
         return Losses(losses_N, sums)
 
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
@@ -63,7 +62,7 @@ class Clipped(PolicyGradient):
         clip/low, clip/high and clip/dual are the shares of tokens that the respective bound leaves without a gradient.
         """
         num_tokens = counts.tokens
-        optional = {"kl_reference": "policy/kl_reference", "clip_dual": "clip/dual"}
+        optional = {KL_REFERENCE: "policy/kl_reference", "clip_dual": "clip/dual"}
         return {name: sums[key] / num_tokens for key, name in optional.items() if key in sums} | {
             "loss/total": sums["loss"] / num_tokens,
             "policy/entropy": sums["entropy"] / num_tokens,

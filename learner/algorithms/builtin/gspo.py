@@ -4,10 +4,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import BatchView, Counts, Normaliser, Prepared
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, dual_clipped, log_ratio, with_entropy_bonus
+from rollstream.learner.algorithms.tokens import (
+    KL_REFERENCE,
+    Losses,
+    TokenBatch,
+    dual_clipped,
+    log_ratio,
+    with_entropy_bonus,
+    with_kl_penalty,
+)
 from rollstream.schemas.algorithms import GspoSettings
 from rollstream.schemas.policy_gradient import PolicyGradientSettings
 
@@ -22,10 +31,10 @@ class Gspo(PolicyGradient):
         return replace(super().prepare(batch, settings), normaliser=Normaliser("sequences"))
 
     def loss(self, tokens: TokenBatch, settings: GspoSettings) -> Losses:
-        """-min(s A, clip(s, 1 - low, 1 + high) A) - c H by sequence, s = exp(mean over tokens(current - behaviour)).
+        """-min(s A, clip(s, 1 - low, 1 + high) A) - c H + b KL by sequence, s = exp(mean of its tokens' log-ratios).
 
-        arXiv 2507.18071, equations 5 and 7; A and H are means over the sequence's tokens. The paper has no bound where
-        A < 0: with `dual_clip` c the objective is at least c A there, as of `grpo`.
+        arXiv 2507.18071, equations 5 and 7; A, H and KL are means over the sequence's tokens. The paper has no bound
+        where A < 0: with `dual_clip` c the objective is at least c A there, as of `grpo`.
         """
         ratio_B = tokens.mean_by_row(log_ratio(tokens.logprobs_N, tokens.behaviour_N)).exp()
         advantages_B = tokens.mean_by_row(tokens.advantages_N)
@@ -34,8 +43,10 @@ class Gspo(PolicyGradient):
         losses_B = -dual_clipped(objective_B, advantages_B, settings.dual_clip)
         entropies_B = tokens.mean_by_row(tokens.entropies_N)
         losses_B = with_entropy_bonus(losses_B, entropies_B, settings.entropy_coefficient)
+        sums = dict[str, Tensor]()
+        losses_B = with_kl_penalty(losses_B, tokens, settings, sums, by_row=True)
         with torch.no_grad():
-            sums = {
+            sums |= {
                 "loss": losses_B.sum(),
                 "entropy": entropies_B.sum(),
                 "ratio": ratio_B.sum(),
@@ -50,4 +61,5 @@ class Gspo(PolicyGradient):
         """Means over all sequences; clip/low, clip/high and clip/dual are the shares of those without a gradient."""
         names = {"loss": "loss/total", "entropy": "policy/entropy", "ratio": "policy/ratio"}
         names |= {"clip_low": "clip/low", "clip_high": "clip/high", "clip_dual": "clip/dual"}
+        names[KL_REFERENCE] = "policy/kl_reference"
         return {name: sums[key] / counts.sequences for key, name in names.items() if key in sums}

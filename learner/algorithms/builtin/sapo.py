@@ -3,10 +3,18 @@
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
+from rollstream.learner.algorithms.tokens import (
+    KL_REFERENCE,
+    Losses,
+    TokenBatch,
+    log_ratio,
+    with_entropy_bonus,
+    with_kl_penalty,
+)
 from rollstream.schemas.algorithms import SapoSettings
 
 
@@ -16,7 +24,7 @@ class Sapo(PolicyGradient):
     Settings = SapoSettings
 
     def loss(self, tokens: TokenBatch, settings: SapoSettings) -> Losses:
-        """-sigmoid(t (r - 1)) 4 / t A - c H by token, r = exp(current - behaviour), t by the sign of A.
+        """-sigmoid(t (r - 1)) 4 / t A - c H + b KL by token, r = exp(current - behaviour), t by the sign of A.
 
         "Soft Adaptive Policy Optimization" (arXiv 2511.20347, equations 5 and 6): the gradient's weight is r times
         4 g (1 - g) with the gate g, 1 at r = 1, and fades on both sides.
@@ -27,8 +35,10 @@ class Sapo(PolicyGradient):
         gate_N = torch.sigmoid(temperature_N * (ratio_N - 1))
         losses_N = -gate_N * 4 / temperature_N * tokens.advantages_N
         losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
+        sums = dict[str, Tensor]()
+        losses_N = with_kl_penalty(losses_N, tokens, settings, sums)
         with torch.no_grad():
-            sums = {
+            sums |= {
                 "loss": losses_N.sum(),
                 "entropy": tokens.entropies_N.sum(),
                 "ratio": ratio_N.sum(),
@@ -39,4 +49,5 @@ class Sapo(PolicyGradient):
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
         """Means over all completion tokens; policy/gate: what the gate leaves of the gradient, 1 at a ratio of 1."""
         names = {"loss": "loss/total", "entropy": "policy/entropy", "ratio": "policy/ratio", "gate": "policy/gate"}
-        return {name: sums[key] / counts.tokens for key, name in names.items()}
+        names[KL_REFERENCE] = "policy/kl_reference"
+        return {name: sums[key] / counts.tokens for key, name in names.items() if key in sums}

@@ -4,10 +4,18 @@ import math
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, Losses, TokenBatch, with_entropy_bonus
+from rollstream.learner.algorithms.tokens import (
+    KL_REFERENCE,
+    MAX_LOG_RATIO,
+    Losses,
+    TokenBatch,
+    with_entropy_bonus,
+    with_kl_penalty,
+)
 from rollstream.schemas.algorithms import VespoSettings
 
 _MIN_LOG_RATIO = math.log(1e-8)
@@ -19,7 +27,7 @@ class Vespo(PolicyGradient):
     Settings = VespoSettings
 
     def loss(self, tokens: TokenBatch, settings: VespoSettings) -> Losses:
-        """-sg(f(w)) A log p - c H by token, f(w) = w^k exp(l (1 - w)), w the product of the sequence's ratios.
+        """-sg(f(w)) A log p - c H + b KL by token, f(w) = w^k exp(l (1 - w)), w the product of the sequence's ratios.
 
         k and l are those of the advantage's sign, which f is 1 at w = 1 for; log w is held within log 1e-8 and 20.
         "Variational Sequence-Level Soft Policy Optimization" (arXiv 2602.10693v3, equation 20), with the bounds of
@@ -35,7 +43,9 @@ class Vespo(PolicyGradient):
             weight_N = (k_N * log_w_N + lambda_N * (1 - log_w_N.exp())).exp()
         losses_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
         losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
-        sums = {
+        sums = dict[str, Tensor]()
+        losses_N = with_kl_penalty(losses_N, tokens, settings, sums)
+        sums |= {
             "loss": losses_N.detach().sum(),
             "entropy": tokens.entropies_N.detach().sum(),
             "ratio": ratios_N.exp().sum(),
@@ -46,4 +56,5 @@ class Vespo(PolicyGradient):
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
         """Means over all completion tokens; policy/weight: of their sequences."""
         names = {"loss": "loss/total", "entropy": "policy/entropy", "ratio": "policy/ratio", "weight": "policy/weight"}
-        return {name: sums[key] / counts.tokens for key, name in names.items()}
+        names[KL_REFERENCE] = "policy/kl_reference"
+        return {name: sums[key] / counts.tokens for key, name in names.items() if key in sums}

@@ -161,6 +161,22 @@ def test_the_reward_function_is_the_reward_and_others_count_where_they_have_a_we
     assert rollout(again).reward_weights == weights
 
 
+@pytest.mark.parametrize(
+    ("reward", "own", "weights"),
+    [(None, {}, {"form": 2.0}), ("sum", {}, {"*": 0, "sum": 1, "form": 2}), (None, {"form": 0.5}, {"form": 0.5})],
+)
+def test_an_algorithm_that_adds_rewards_up_by_itself_weighs_them_as_the_run_does(config, written, reward, own, weights):
+    adapter = next(iter(written["trainer_adapters"].values()))
+    adapter["algorithm"] = {"name": "gdpo"} | ({"reward_weights": own} if own else {})
+    found = config(
+        {"sum": {"_type": "numeric_match"}, "form": {"_type": "regex", "pattern": "a"}},
+        reward,
+        rewards=["form"],
+        reward_weights={"form": 2.0},
+    )
+    assert jobs_of(found, "run-1")[-1].job.algorithm.reward_weights == weights
+
+
 def test_recorded_rollouts_keep_the_rewards_that_they_came_with(config):
     assert rollout(config({"sum": {"_type": "numeric_match"}}, "sum", environment="recorded")).reward_weights == {}
 

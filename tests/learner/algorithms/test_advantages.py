@@ -169,6 +169,8 @@ def test_gdpo_normalises_each_reward_by_itself_before_they_are_added() -> None:
     weighted = advantages.of_members(found, settings.model_copy(update={"reward_weights": {"y": 3.0}}))
     assert weighted[1] > weighted[0]  # pyright: ignore[reportOperatorIssue]
     assert settings.needs.flat_groups, "equal sums may be unequal rewards"
+    alone = advantages.of_members(found, settings.model_copy(update={"reward_weights": {"*": 0.0, "y": 2.0}}))
+    assert alone[1] == alone[2] > 0 > alone[0] == alone[3]  # pyright: ignore[reportOperatorIssue]
 
 
 def test_group_mean_batch_std_divides_by_the_deviation_of_the_batchs_rewards() -> None:

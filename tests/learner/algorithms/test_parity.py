@@ -1,5 +1,6 @@
 """Losses and gradients against numpy float64, written from the papers' equations."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,8 @@ CURRENT, BEHAVIOUR = RNG.normal(-2.0, 0.5, 8), RNG.normal(-2.0, 0.5, 8)
 ADVANTAGES = np.array([1.5, -0.5, -1.0])[ROW_OF]
 TEACHER = RNG.normal(-2.0, 0.5, 8)
 RATIOS = np.exp(CURRENT - BEHAVIOUR)
+Wanted = Callable[[], tuple[np.ndarray, np.ndarray]]
+"""Losses and gradient."""
 
 
 def grpo() -> tuple[np.ndarray, np.ndarray]:
@@ -72,17 +75,29 @@ def grpo_dual_clip() -> tuple[np.ndarray, np.ndarray]:
     return np.where(is_bounded, -1.1 * ADVANTAGES, losses), np.where(is_bounded, 0.0, gradient)
 
 
-def grpo_kl() -> tuple[np.ndarray, np.ndarray]:
+def with_kl(plain: Wanted, *, by_row: bool = False) -> Wanted:
     """J - 0.2 (q / p - log(q / p) - 1) (arXiv 2402.03300, equation 4); here q is the behaviour policy as well."""
-    losses, gradient = grpo()
     odds = 1 / RATIOS
-    return losses + 0.2 * (odds - np.log(odds) - 1), gradient + 0.2 * (1 - odds)
+    return penalised(plain, 0.2 * (odds - np.log(odds) - 1), 0.2 * (1 - odds), by_row=by_row)
 
 
-def grpo_unbiased_kl() -> tuple[np.ndarray, np.ndarray]:
+def with_unbiased_kl(plain: Wanted, *, by_row: bool = False) -> Wanted:
     """The same estimate weighted by the ratio (arXiv 2512.02556, section 3.1), whose gradient is that of r log r."""
-    losses, gradient = grpo()
-    return losses + 0.2 * (1 + RATIOS * np.log(RATIOS) - RATIOS), gradient + 0.2 * RATIOS * np.log(RATIOS)
+    slopes = RATIOS * np.log(RATIOS)
+    return penalised(plain, 0.2 * (1 + slopes - RATIOS), 0.2 * slopes, by_row=by_row)
+
+
+def penalised(plain: Wanted, penalties: np.ndarray, slopes: np.ndarray, *, by_row: bool) -> Wanted:
+    """Added by token, or as means over the tokens of a sequence."""
+
+    def wanted() -> tuple[np.ndarray, np.ndarray]:
+        losses, gradient = plain()
+        if not by_row:
+            return losses + penalties, gradient + slopes
+        means = np.array([penalties[row == ROW_OF].mean() for row in range(len(LENGTHS))])
+        return losses + means, gradient + slopes / np.array(LENGTHS)[ROW_OF]
+
+    return wanted
 
 
 def sft() -> tuple[np.ndarray, np.ndarray]:
@@ -165,14 +180,27 @@ def opd() -> tuple[np.ndarray, np.ndarray]:
     return -weights * CURRENT, -weights
 
 
+KL: Any = {"kl_coefficient": 0.2}
+UNBIASED: Any = {**KL, "unbiased_kl": True}
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "grpo": (Grpo(), GrpoSettings(), grpo),
     "grpo-dual-clip": (Grpo(), GrpoSettings(dual_clip=1.1), grpo_dual_clip),
-    "grpo-kl": (Grpo(), GrpoSettings(kl_coefficient=0.2), grpo_kl),
-    "grpo-unbiased-kl": (Grpo(), GrpoSettings(kl_coefficient=0.2, unbiased_kl=True), grpo_unbiased_kl),
+    "grpo-kl": (Grpo(), GrpoSettings(**KL), with_kl(grpo)),
+    "grpo-unbiased-kl": (Grpo(), GrpoSettings(**UNBIASED), with_unbiased_kl(grpo)),
     "sft": (Sft(), SftSettings(), sft),
     "cispo": (Cispo(), CispoSettings(clip_high=0.3), cispo),
     "gspo": (Gspo(), GspoSettings(clip_low=0.37, clip_high=0.3), gspo),
+    "cispo-kl": (Cispo(), CispoSettings(clip_high=0.3, **KL), with_kl(cispo)),
+    "cispo-unbiased-kl": (Cispo(), CispoSettings(clip_high=0.3, **UNBIASED), with_unbiased_kl(cispo)),
+    "gspo-kl": (Gspo(), GspoSettings(clip_low=0.37, clip_high=0.3, **KL), with_kl(gspo, by_row=True)),
+    "gspo-unbiased-kl": (
+        Gspo(),
+        GspoSettings(clip_low=0.37, clip_high=0.3, **UNBIASED),
+        with_unbiased_kl(gspo, by_row=True),
+    ),
+    "dppo-kl-penalty": (Dppo(), DppoSettings(delta=0.03, ratio_max=2.0, **KL), with_kl(dppo_tv)),
+    "sapo-kl": (Sapo(), SapoSettings(temperature_negative=1.5, **KL), with_kl(sapo)),
+    "vespo-unbiased-kl": (Vespo(), VespoSettings(**UNBIASED), with_unbiased_kl(vespo)),
     "dppo-tv": (Dppo(), DppoSettings(delta=0.03, ratio_max=2.0), dppo_tv),
     "dppo-kl": (Dppo(), DppoSettings(divergence="binary_kl", delta=0.005, ratio_max=2.0), dppo_kl),
     "sapo": (Sapo(), SapoSettings(temperature_negative=1.5), sapo),

@@ -10,8 +10,10 @@ from pydantic import ValidationError
 
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.model import collate
+from rollstream.learner.model.loading import hold_parameters_in
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.scoring.index import scorers_of
+from rollstream.learner.scoring.models import TeacherModel
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.events import JobSucceeded, ReferenceScored, StepTrained
 from rollstream.schemas.settings import LoraSettings, ModelSettings
@@ -34,6 +36,32 @@ def test_a_reference_in_bfloat16_takes_half_and_the_policy_stays_as_it_is(tiny_m
         assert policy.compute_dtype == torch.float32
     assert 2 * sizes["bfloat16"] == sizes["auto"]
     assert 0 < (found["bfloat16"] - found["auto"]).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("whose", ["reference", "teacher"])
+def test_a_model_in_bfloat16_is_never_held_in_float32_and_turns_by_exact_angles(
+    tiny_model: Path, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"path": str(tiny_model), "device": "cpu", "reference_dtype": "bfloat16"}
+    policy = PolicyModel(ModelSettings.model_validate(given), seed=0)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda own, *_: own)  # which casts buffers, too
+    if whose == "reference":
+        module = Reference(policy, policy.weights_bytes(), "base")._policy.module
+    else:
+        module = TeacherModel(policy.settings.model_copy(update={"dtype": "bfloat16"}), str(tiny_model)).model.module
+    assert {one.dtype for one in module.parameters()} == {torch.bfloat16}
+    own, its = dict(policy.module.named_buffers()), dict(module.named_buffers())
+    assert own.keys() == its.keys()
+    assert all(torch.equal(value, its[name]) and value.dtype == its[name].dtype for name, value in own.items())
+
+
+def test_parameters_change_their_type_and_buffers_do_not(tiny_model: Path) -> None:
+    module = PolicyModel(ModelSettings(path=str(tiny_model), device="cpu"), seed=0).module
+    before = {name: value.clone() for name, value in module.named_buffers()}
+    hold_parameters_in(module, torch.bfloat16)
+    assert {one.dtype for one in module.parameters()} == {torch.bfloat16}
+    assert before
+    assert all(torch.equal(value, before[name]) for name, value in module.named_buffers())
 
 
 def test_the_type_is_a_part_of_the_scorer_and_training_again_gives_equal_bits(lab: Any) -> None:

@@ -156,6 +156,32 @@ def test_a_teacher_without_a_tokenizer_must_know_as_many_ids(lab: Any, tiny_mode
     assert re.search(r"it has 32 token ids, the model \d+; give a teacher of the same model family$", reported)
 
 
+def resize(model: Path, num_rows: int) -> None:
+    """Give a model so many more rows of embeddings, with the tokenizer that it has."""
+    module = AutoModelForCausalLM.from_pretrained(model)
+    module.resize_token_embeddings(len(module.get_input_embeddings().weight) + num_rows)
+    module.save_pretrained(model)
+
+
+def test_a_teacher_of_the_same_tokenizer_may_be_padded_to_fewer_rows(lab: Any, folders: tuple[Path, Path]) -> None:
+    resize(folders[0], 8)
+
+    async def scenario() -> None:
+        await lab.begin({})
+        await trained(lab, OpdSettings(teacher=str(folders[1])))
+        await assert_scores_are_those_of(lab, folders[1], [])
+
+    asyncio.run(scenario())
+
+
+def test_a_sampled_id_that_the_teacher_has_no_row_for_is_named(lab: Any, folders: tuple[Path, Path]) -> None:
+    resize(folders[1], -90)
+    reported = failure(lab, OpdSettings(teacher=str(folders[1])))
+    assert re.search(
+        r"algorithm.teacher: trajectory \S+ has token id \d+, and \S+ has \d+ ids; give a teacher", reported
+    )
+
+
 def test_a_teacher_that_is_not_there_or_not_allowed_is_named(lab: Any, folders: tuple[Path, Path]) -> None:
     assert "is not allowed" in failure(lab, OpdSettings(teacher="/somewhere/else"))
 
