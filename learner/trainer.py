@@ -22,9 +22,10 @@ from rollstream.learner.model.loading import check_head, num_positions
 from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
 from rollstream.learner.model.micro_batch import TrainRow
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
-from rollstream.learner.model.policy import PolicyModel, Reference, from_bytes, published_sha256
+from rollstream.learner.model.policy import PolicyModel, Reference, published_sha256
 from rollstream.learner.model.ranks import Ranks, failing_the_job
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, shares_prefixes, train_batch
+from rollstream.learner.model.tensor_file import from_bytes
 from rollstream.learner.parallel.process_ranks import DROP, LOAD, ProcessRanks
 from rollstream.learner.parallel.refusals import refused
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, checkpointed, write_shards

@@ -15,8 +15,8 @@ from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.files import HashedFile
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder, CheckpointPosition, CheckpointWriter, part
 from rollstream.learner.inbox import Inbox
-from rollstream.learner.model.policy import from_bytes
 from rollstream.learner.model.step import StepResult
+from rollstream.learner.model.tensor_file import from_bytes
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import Publisher, step_trained, with_phases
 from rollstream.learner.trainer import JobTrainer

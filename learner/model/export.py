@@ -97,7 +97,8 @@ def _save_merged(published: WeightsPublished, path_to_weights: Path, folder: Pat
     from transformers.utils.logging import disable_progress_bar
 
     from rollstream.learner.model.loading import inner
-    from rollstream.learner.model.policy import PolicyModel, from_bytes
+    from rollstream.learner.model.policy import PolicyModel
+    from rollstream.learner.model.tensor_file import from_bytes
 
     disable_progress_bar()
     where = f"weights {path_to_weights} of {ids.version_name(published.model_group, published.version)}"
@@ -201,7 +202,7 @@ def export_full(base_model: str, path_to_weights: Path, output_dir: Path) -> Non
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from rollstream.learner.model.policy import from_bytes
+    from rollstream.learner.model.tensor_file import from_bytes
 
     disable_progress_bar()
     tensors = from_bytes(path_to_weights.read_bytes(), str(path_to_weights))

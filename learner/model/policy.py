@@ -10,8 +10,6 @@ import os
 from functools import partial
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from pydantic import JsonValue
 from torch import Tensor
@@ -35,7 +33,7 @@ from rollstream.learner.model.logprobs import Head, fuses, kept_offsets, only_ke
 from rollstream.learner.model.memory import WITHOUT_COPY, GradientMemory, within_memory
 from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.ranks import Ranks
-from rollstream.learner.model.tensor_file import published_pieces
+from rollstream.learner.model.tensor_file import from_bytes, published_pieces, to_bytes
 from rollstream.learner.model.tree_attention import hidden_states, longest_row
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import SHARES_KEYS_SINCE, ModelSettings, choose_cublas_workspace, device_of
@@ -135,8 +133,11 @@ class PolicyModel:
         return {name: state[name] for name in sorted(state) if name not in self._tied}
 
     def published(self) -> dict[str, Tensor]:
-        """`weights` in the published type."""
-        return {name: self.as_published(value) for name, value in self.weights().items()}
+        """`weights` in the published type; copies are in main memory, so a GPU has one of a single tensor at a time."""
+        return {
+            name: value if (own := self.as_published(value)) is value else own.cpu()
+            for name, value in self.weights().items()
+        }
 
     def weights_bytes(self) -> bytes:
         """`published` as one safetensors file; equal weights give equal bytes."""
@@ -275,19 +276,6 @@ class PolicyModel:
         with torch.set_grad_enabled(entropy_needs_grad):
             entropies_N = -(log_softmax_N_V.exp() * log_softmax_N_V).sum(dim=-1)
         return logprobs_N, entropies_N
-
-
-def to_bytes(tensors: dict[str, Tensor]) -> bytes:
-    """One safetensors file, as weights are published; equal tensors give equal bytes."""
-    return b"".join(published_pieces(tensors))
-
-
-def from_bytes(data: bytes, what: str) -> dict[str, Tensor]:
-    """Tensors of a safetensors file. Raises ModelError naming `what`."""
-    try:
-        return safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise ModelError(f"{what} is not a safetensors file: {error}; restore it from a copy") from error
 
 
 def make_deterministic(threads: int | None, *, deterministic: bool = True) -> None:

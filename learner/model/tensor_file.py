@@ -4,8 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
+
+from rollstream.schemas.errors import ModelError
 
 _TYPES = {
     torch.int64: "I64",
@@ -48,3 +52,16 @@ def pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterat
 def published_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a file of weights as they are published."""
     return pieces(tensors, {"format": "pt"})
+
+
+def to_bytes(tensors: dict[str, Tensor]) -> bytes:
+    """One safetensors file, as weights are published; equal tensors give equal bytes."""
+    return b"".join(published_pieces(tensors))
+
+
+def from_bytes(data: bytes, what: str) -> dict[str, Tensor]:
+    """Tensors of a safetensors file. Raises ModelError naming `what`."""
+    try:
+        return safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise ModelError(f"{what} is not a safetensors file: {error}; restore it from a copy") from error

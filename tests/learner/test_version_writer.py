@@ -15,7 +15,7 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder, read
 from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in
-from rollstream.learner.model.policy import from_bytes
+from rollstream.learner.model.tensor_file import from_bytes
 from rollstream.learner.trainer import JobTrainer
 from rollstream.learner.version_writer import AbandonedError, StateInUse
 from rollstream.schemas.errors import ArtifactError

@@ -14,8 +14,7 @@ import torch
 
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, part, read
 from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in, inspect, weights_in
-from rollstream.learner.model.policy import to_bytes
-from rollstream.learner.model.tensor_file import pieces
+from rollstream.learner.model.tensor_file import pieces, to_bytes
 from rollstream.schemas.events import StepTrained
 
 TENSORS = {

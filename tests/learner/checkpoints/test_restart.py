@@ -14,7 +14,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import Encoded, Position
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
-from rollstream.learner.model.policy import from_bytes, to_bytes
+from rollstream.learner.model.tensor_file import from_bytes, to_bytes
 from rollstream.learner.worker import Worker
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.base import Event

@@ -13,7 +13,8 @@ from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.model import collate
 from rollstream.learner.model.loading import load_module
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
-from rollstream.learner.model.policy import PolicyModel, from_bytes
+from rollstream.learner.model.policy import PolicyModel
+from rollstream.learner.model.tensor_file import from_bytes
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.base import GenerationRequest
 from rollstream.schemas.algorithms import GrpoSettings
