@@ -52,6 +52,12 @@ class DecodingRow:
     kept: KeptSequence | None = None
     """While live: what others may copy from this row."""
 
+    def let_go(self) -> None:
+        """Let go of kept sequences: one names this row, so both, and the keys and values of `source`, would stay until
+        a garbage collection.
+        """
+        self.source = self.kept = None
+
     @property
     def request(self) -> GenerationRequest:
         """The request that this row answers."""
@@ -316,6 +322,8 @@ class Lane:
         if not self.rows:
             self._rows.clear()
             self.pool.clear()
+        for row in rows:
+            row.let_go()
         self._how = None
 
     def _discard(self, rows: Sequence[DecodingRow]) -> None:
@@ -328,6 +336,8 @@ class Lane:
         if not self.rows:
             self._rows.clear()
             self.pool.free()  # what is in it is not known
+        for row in rows:
+            row.let_go()
         self._how = None
 
     def _keep(self, rows: Sequence[DecodingRow]) -> None:

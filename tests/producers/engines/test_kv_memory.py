@@ -3,6 +3,8 @@ heads read the keys and values that they share in place.
 """
 
 import asyncio
+import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +18,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from rollstream.producers.engines import kv_pool
 from rollstream.producers.engines.base import GenerationRequest
 from rollstream.producers.engines.kv_pool import PLAIN, SHARED_KEYS, KVPool, PoolShape, attend, left_in_container
-from rollstream.producers.engines.scheduling import JoinLimits, PoolCapacity, WaitingPrompt, joining, padded_length
+from rollstream.producers.engines.scheduling import (
+    Block,
+    JoinLimits,
+    PoolCapacity,
+    WaitingPrompt,
+    joining,
+    padded_length,
+)
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import Sampling
 from tests.producers.engines.engine_rig import GROUP, noised, one_by_one, published, run, together
@@ -235,6 +244,29 @@ def test_a_model_group_that_is_unloaded_leaves_no_pool(folder, versions):
         return engine._lanes._spare, engine._lanes._lanes
 
     assert run(work, (published(folder), versions(0))) == (None, {})
+
+
+def test_keys_and_values_of_an_earlier_version_wait_for_no_garbage_collection(folder, versions):
+    """Producers collect seldom: what cycles kept alive were gigabytes."""
+
+    async def work(engine):
+        for version in range(2):
+            await engine.load(published(folder, version), versions(version))
+            answers = await together(SHORT)(engine)
+            prompts = [*zip(SHORT, answers, strict=True)]
+            await together([replace(one, prompt_ids=[*one.prompt_ids, *answer.token_ids]) for one, answer in prompts])(
+                engine
+            )
+        await engine.load(published(folder, 2), versions(2))
+        await engine.generate(asked(5, 1, 1))
+        return sum(block.size_bytes for block in gc.get_objects() if isinstance(block, Block))
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert 0 < run(work) < 20_000
+    finally:
+        gc.enable()
 
 
 def test_answers_arrive_without_memory_to_keep_them_for_later_prompts(folder, versions, monkeypatch):
