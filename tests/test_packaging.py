@@ -5,13 +5,17 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rollstream.schemas.events
 from rollstream.eventlog.broker.install import KAFKA_VERSION, pinned_jars
 from rollstream.schemas.topics import TOPICS
+from tests.rigs.sources.source_tree import Plant, imports_of, sources
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -50,6 +54,8 @@ GROUPS_OF_JARS = {
     "org/yaml",
 }
 """Jars whose licences the NOTICE names."""
+PART_OF = {"pydantic_core": "pydantic", "triton": "torch", "scipy": "transformers"}
+"""Imports that come with a declared package: pinned by it, or loaded only where it loads them itself."""
 TOP = ("schemas", "eventlog", "producers", "processors", "learner", "metrics", "replay", "harness")
 
 
@@ -64,6 +70,30 @@ def test_every_package_folder_is_listed() -> None:
 
 def test_every_top_folder_is_mapped() -> None:
     assert PROJECT["tool"]["setuptools"]["package-dir"] == {f"rollstream.{top}": top for top in TOP}
+
+
+def undeclared(paths: Iterable[Path], project: Mapping[str, Any]) -> set[str]:
+    """Third-party imports that neither the dependencies of a project nor its extras declare; `dev` is not for users."""
+    by_extra = [asked for extra, asked in project["optional-dependencies"].items() if extra != "dev"]
+    every = [*project["dependencies"], *chain(*by_extra)]
+    declared = {re.split(r"[^A-Za-z0-9-]", asked, maxsplit=1)[0] for asked in every}
+    imported = {name.partition(".")[0] for path in paths for _, name in imports_of(path)}
+    homes = importlib.metadata.packages_distributions()
+    return {
+        name
+        for name in imported - {"rollstream", *sys.stdlib_module_names}
+        if declared.isdisjoint(home.lower().replace("_", "-") for home in homes.get(PART_OF.get(name, name), ()))
+    }
+
+
+def test_every_import_of_a_shipped_package_is_declared() -> None:
+    assert undeclared(sources(), PROJECT["project"]) == set()
+
+
+def test_an_undeclared_import_is_found(plant: Plant) -> None:
+    path = plant("learner/planted.py", "import json\nimport yaml\n\n\ndef late():\n    from psutil import Process\n")
+    project = {"dependencies": ["pyyaml>=6,<7"], "optional-dependencies": {"nat": ["tqdm"], "dev": ["psutil>=7"]}}
+    assert undeclared([path], project) == {"psutil"}
 
 
 def test_every_event_has_a_topic_of_the_table() -> None:
