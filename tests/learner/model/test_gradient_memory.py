@@ -68,3 +68,4 @@ def test_a_model_that_trains_nothing_has_no_gradients(tiny_model: Path) -> None:
     model = PolicyModel(ModelSettings(path=str(tiny_model), device="cpu"), seed=0)
     model.module.requires_grad_(requires_grad=False)
     model.clear_gradients(2)
+    assert [name for name, one in model.module.named_parameters() if one.grad is not None] == []
