@@ -672,7 +672,9 @@ SELECT run_id, purpose, player, seat, opponent, count(*) AS num_matches, count(*
     count(*) FILTER (result = 0.5) AS num_draws, count(*) FILTER (result = 0) AS num_losses, avg(result) AS mean_score
 FROM matches GROUP BY run_id, purpose, player, seat, opponent ORDER BY run_id, purpose, player, seat, opponent;
 
--- Elo as in metrics/ratings.py, which has formula, source and order.
+-- Elo (A. Elo, The Rating of Chessplayers, Past and Present, 1978): a player with rating a scores E = 1 / (1 + 10^((b - a) / 400))
+-- against one with b; after a score S (1, 0.5 or 0) its rating is a + 32 (S - E). It begins at 1200, a version at the rating of
+-- the highest version below it that has played. Matches are in the order of their tasks; whoever plays itself is not rated.
 CREATE OR REPLACE MACRO log.elo_rating(ratings, place, parent) AS coalesce(ratings[place], ratings[parent], 1200.0);
 CREATE OR REPLACE MACRO log.elo_after(ratings, place, parent, other, others_parent, score) AS
     log.elo_rating(ratings, place, parent) + 32.0 * (score - 1.0 / (1.0 + pow(10.0,

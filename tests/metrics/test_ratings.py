@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.metrics.ratings import INITIAL, K, Match, by_seat, elo, expected_score, matches_of, payoffs
 from rollstream.schemas import ids
 from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.events.training import MatchResult
+from tests.rigs.runs.league_ratings import INITIAL, K, Match, by_seat, elo, expected_score, matches_of, payoffs
 
 GROUP = "run-1/policy"
 

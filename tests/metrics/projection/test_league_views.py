@@ -11,12 +11,12 @@ import pytest
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.metrics.projection.database import connect
 from rollstream.metrics.projection.projector import project_to_end
-from rollstream.metrics.ratings import by_seat, elo, matches_of, payoffs
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.events.training import MatchResult
 from tests.metrics.conftest import empty_file
+from tests.rigs.runs.league_ratings import by_seat, elo, matches_of, payoffs
 
 RUN, GROUP = "run-1", "run-1/policy"
 

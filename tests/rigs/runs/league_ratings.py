@@ -1,9 +1,9 @@
-"""Ratings of the players of a league: pure folds over the matches of a run's closed groups.
+"""The oracle of the views of a league: ratings of its players, as pure folds over the matches of a run's closed groups.
 
 A match counts once, however often its group is read: the first GroupClosed of a group counts. Matches are rated in the
 order of their tasks (epoch, validation before training, index, member), not in the order in which groups happened to
 close, so that a run that was killed and resumed has the same table. The views `league_ratings`, `payoff_matrix` and
-`seat_results` (tables.sql) give the same numbers.
+`seat_results` (metrics/projection/tables.sql) must give the same numbers.
 
 Elo (A. Elo, The Rating of Chessplayers, Past and Present, 1978): of two players with ratings a and b, the first one is
 expected to score E = 1 / (1 + 10^((b - a) / 400)); after a match in which it scored S (1 a win, 0.5 a draw, 0 a loss)
