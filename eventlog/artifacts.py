@@ -26,7 +26,7 @@ from typing import IO, Any, BinaryIO, NamedTuple
 
 import fsspec
 
-from rollstream.eventlog.files import HashedFile, linked, own_number, replacing
+from rollstream.eventlog.files import HashedFile, linked, own_number, replacing, sha256_of
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.variables import conceal, expand
@@ -281,8 +281,7 @@ class ArtifactStore:
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # reading a device or a pipe may never end
                 raise ArtifactError(f"artifact {ref.uri} is not a regular file; restore it from a copy")
-            with path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            return sha256_of(path)
         except OSError as error:
             raise self._unreadable(ref, error) from error
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from rollstream.schemas.errors import with_causes
+
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -21,11 +23,7 @@ class Disk(NamedTuple):
 
 def is_full(error: BaseException | None) -> bool:
     """Whether an error or one of its causes reports a full disk or quota."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(one, OSError) and one.errno in FULL for one in with_causes(error))
 
 
 def disk_of(folder: Path) -> Disk:

@@ -315,12 +315,17 @@ def _sha256_over(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         found = path.stat()
-        digest.update(f"{path.name}\0{_sha256_of(path, found.st_ino, found.st_mtime_ns, found.st_size)}\0".encode())
+        digest.update(f"{path.name}\0{_known_sha256(path, found.st_ino, found.st_mtime_ns, found.st_size)}\0".encode())
     return digest.hexdigest() if files else ""
 
 
 @functools.lru_cache(maxsize=256)
-def _sha256_of(path: Path, inode: int, mtime_ns: int, size_bytes: int) -> str:
+def _known_sha256(path: Path, inode: int, mtime_ns: int, size_bytes: int) -> str:
+    return sha256_of(path)
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 (hex) of a file's bytes. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

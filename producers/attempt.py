@@ -27,6 +27,7 @@ from rollstream.schemas.errors import (
     called_at,
     describe,
     is_of_users,
+    retrieve_exception,
 )
 from rollstream.schemas.events import StepRecorded, TaskRequested
 from rollstream.schemas.events.recorded import RECORDED
@@ -346,18 +347,12 @@ async def _stop(play: "asyncio.Task[str]", rollout_id: str) -> None:
         play.cancel()
         await asyncio.wait({play}, timeout=GRACE_S)
     if play.done():
-        _retrieve(play)
+        retrieve_exception(play)
     else:
         log.warning(
             "environment ignores its cancellation and keeps running in the background rollout_id=%s", rollout_id
         )
-        play.add_done_callback(_retrieve)
-
-
-def _retrieve(play: "asyncio.Task[str]") -> None:
-    """Look at a task's exception, so that asyncio does not report it as never seen."""
-    if not play.cancelled():
-        play.exception()
+        play.add_done_callback(retrieve_exception)
 
 
 def _copied(step: StepRecorded) -> StepRecorded:

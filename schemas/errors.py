@@ -37,9 +37,12 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
 from types import FrameType
-from typing import Any, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 from pydantic import BaseModel, ValidationError
+
+if TYPE_CHECKING:
+    import asyncio
 
 NO_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -285,6 +288,12 @@ def first_error(failed: BaseExceptionGroup[BaseException]) -> BaseException:
     return first
 
 
+def retrieve_exception(task: "asyncio.Future[Any]") -> None:
+    """Take the exception of a task that is over, which asyncio would report as never retrieved."""
+    if not task.cancelled():
+        task.exception()
+
+
 def raised_at(error: BaseException) -> str:
     """File, line and function of the frame of users' code that an exception came from; empty if there is none.
 
@@ -350,12 +359,12 @@ def is_passing(error: BaseException) -> bool:
     return any(
         _is_one_of(one, ("DistError", "KafkaError", "BrokenExecutor"), OF_PROCESSES)
         or (isinstance(one, OSError) and one.errno in OF_DISKS)
-        for one in _with_causes(error)
+        for one in with_causes(error)
     )
 
 
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those behind it: a compiler hides that of a full disk by `from None`."""
+def with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those behind it: a compiler hides that of a full disk by `from None`. None has none."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -11,10 +11,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from rollstream.schemas.errors import ConfigError, describe, nearest
 from rollstream.schemas.permissions import CODE
+
+V = TypeVar("V")
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,25 @@ def import_module(name: str, location: str) -> ModuleType:
     """A module of users. Raises ConfigError if it cannot be imported."""
     with _importing(f"{location}: module {name}", name):
         return importlib.import_module(name)
+
+
+def path_of(value: Any) -> str:
+    """The path of a class or function: `module.Name`."""
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def register(known: dict[str, Any], what: str, name: str, value: V) -> V:
+    """Put a class or function into a table by its name; the module that defines it may be imported again.
+
+    Raises ConfigError if another one has the name. `what`: the kind of object, for the error.
+    """
+    before = known.get(name)
+    if before is not None and path_of(before) != path_of(value):
+        raise ConfigError(
+            f"{what} {name} is registered twice: by {path_of(before)} and by {path_of(value)}; rename one of them"
+        )
+    known[name] = value
+    return value
 
 
 def load_installed(entry_point: EntryPoint, what: str) -> Any:

@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from rollstream.eventlog.files import replacing, sync_folder
+from rollstream.eventlog.files import replacing, sha256_of, sync_folder
 from rollstream.schemas.errors import BrokerError
 
 KAFKA_VERSION = "4.1.0"
@@ -100,8 +100,7 @@ def install(folder: Path, pins: tuple[Jar, ...], repository: str) -> list[Path]:
 def _is_whole(path: Path, sha256: str) -> bool:
     """Whether the file has this checksum. A file with another checksum is removed so that it is never used."""
     try:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = sha256_of(path)
     except (FileNotFoundError, IsADirectoryError):
         return False
     if found != sha256:

@@ -4,7 +4,6 @@
 
 import asyncio
 import ssl
-from collections.abc import Iterator
 from typing import Any
 
 from aiokafka.conn import AIOKafkaConnection, collect_hosts
@@ -22,7 +21,7 @@ from aiokafka.errors import (
 from aiokafka.protocol.metadata import MetadataRequest
 
 from rollstream.eventlog.kafka.security import client_options
-from rollstream.schemas.errors import AccessDeniedError, LogError
+from rollstream.schemas.errors import AccessDeniedError, LogError, with_causes
 from rollstream.schemas.kafka import KafkaSettings
 
 REQUEST_TIMEOUT_MS = 5_000
@@ -93,7 +92,7 @@ async def _why_refused_at(
 
 def _of_connection(kafka: KafkaSettings, server: str, error: Exception) -> LogError:
     """The error of a connection that was refused, closed or not trusted."""
-    causes = list(_causes(error))
+    causes = list(with_causes(error))
     if untrusted := next((one for one in causes if isinstance(one, ssl.SSLCertVerificationError)), None):
         return AccessDeniedError(
             f"the certificate of {server} is not trusted ({untrusted.verify_message}); set kafka.ca_file to the "
@@ -133,12 +132,6 @@ def denied(error: KafkaError, doing: str, kafka: KafkaSettings | None, operation
         right = f"{operation or 'Describe'} of topic {names}".removesuffix(" ")
     who = "the client" if kafka is None else kafka.principal
     return AccessDeniedError(f"cannot {doing}: {who} lacks the right {right}; {REMEDY}")
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 async def _close(connection: AIOKafkaConnection) -> None:

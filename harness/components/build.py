@@ -16,6 +16,7 @@ from rollstream.harness.config.resolve import block_of
 from rollstream.schemas import errors
 from rollstream.schemas.errors import ComponentError, ConfigError, RollstreamError
 from rollstream.schemas.finetuning import FinetuneConfig
+from rollstream.schemas.users_code import path_of
 
 
 class Builder(NamedTuple):
@@ -69,9 +70,7 @@ async def _build(held: AsyncExitStack, finetune: FinetuneConfig, role: str, buil
     except ComponentError as error:
         if str(error.__cause__) != "generator didn't yield":
             raise
-        raise ConfigError(
-            f"{location}: {build.__module__}.{build.__qualname__} yields nothing; it must yield one component"
-        ) from error
+        raise ConfigError(f"{location}: {path_of(build)} yields nothing; it must yield one component") from error
     if not isinstance(component, _KINDS[role]):
         found = type(component).__name__
         raise ConfigError(f"{location}: {build.__qualname__} yields a {found}; it must yield a {_KINDS[role].__name__}")

@@ -10,7 +10,7 @@ from rollstream.harness.runs import outcome
 from rollstream.harness.runs.outcome import Outcome
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.learner.untrained import CURRICULUM, NOTHING_SUBMITTED
-from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.errors import RunFailedError, retrieve_exception
 from rollstream.schemas.events import RunEnded
 from rollstream.schemas.finetuning import TrainingStatusEnum
 from rollstream.schemas.settings import EXTERNAL
@@ -42,17 +42,11 @@ async def returned(
         return over.result() or []
     finally:
         over.cancel()
-        over.add_done_callback(_look_at)
+        over.add_done_callback(retrieve_exception)
         if not trainer.done():
             trainer.cancel()
             await asyncio.wait({trainer}, timeout=grace_s)
-            trainer.add_done_callback(_look_at)
-
-
-def _look_at(task: "asyncio.Future[Any]") -> None:
-    """Retrieve the exception, which asyncio would report as never retrieved."""
-    if not task.cancelled():
-        task.exception()
+            trainer.add_done_callback(retrieve_exception)
 
 
 def watch_curriculum(handle: RunHandle, trainer: Any) -> None:

@@ -17,6 +17,7 @@ from rollstream.schemas.finetuning import (
     TrainerConfig,
     TrajectoryBuilderConfig,
 )
+from rollstream.schemas.users_code import path_of
 
 BUILT_IN = "rollstream.harness.builtin"
 Build = TypeVar("Build", bound=Callable[..., Any])
@@ -83,7 +84,7 @@ def _register(known: Registered, what: str, base: ConfigType, config_type: Confi
 
 
 def _check(known: Registered, what: str, base: ConfigType, config_type: ConfigType, build: Callable[..., Any]) -> None:
-    location = f"{build.__module__}.{build.__qualname__}"
+    location = path_of(build)
     if not (inspect.isclass(config_type) and issubclass(config_type, base)):
         raise ConfigError(f"{what} {location}: config_type must be a subclass of {base.__name__}, not {config_type!r}")
     name = config_type.__dict__.get("STATIC_TYPE")
@@ -98,8 +99,7 @@ def _check(known: Registered, what: str, base: ConfigType, config_type: ConfigTy
     names = ", ".join(sorted(str(other.STATIC_TYPE) for other in known))
     for other, earlier in known.items():
         if name == other.STATIC_TYPE and earlier is not build:
-            first = f"{earlier.__module__}.{earlier.__qualname__}"
             raise ConfigError(
-                f"{what} {name!r} is registered twice: by {first} and by {location}; rename one of them "
+                f"{what} {name!r} is registered twice: by {path_of(earlier)} and by {location}; rename one of them "
                 f"(registered: {names})"
             )

@@ -1,11 +1,12 @@
 """The checkpoints of a model group as files: which there are, and whether they are as written. Loads no tensors."""
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
+
+from rollstream.eventlog.files import sha256_of
 
 SUFFIX = ".safetensors"
 WEIGHTS = ".weights"
@@ -34,7 +35,7 @@ def inspect(path: Path) -> tuple[str, dict[str, Any] | None]:
     Raises FileNotFoundError if the checkpoint is gone.
     """
     file = path / CONTENT if path.is_dir() else path
-    found = _sha256(file)
+    found = sha256_of(file)
     if found != _named_sha256(path):
         return found, None
     if file == path:
@@ -44,7 +45,7 @@ def inspect(path: Path) -> tuple[str, dict[str, Any] | None]:
         content = orjson.loads(file.read_bytes())
         position, expected = content["position"], {path / name: sha256 for name, sha256 in content["sha256"].items()}
     for other, sha256 in expected.items():
-        changed = _sha256(other) if other.exists() else "nothing"
+        changed = sha256_of(other) if other.exists() else "nothing"
         if changed != sha256 and path.exists():
             return f"{other.name}: {changed}", None
     return found, position
@@ -70,11 +71,6 @@ def _versioned(path: Path) -> Iterator[tuple[int, Path]]:
 
 def _named_sha256(path: Path) -> str:
     return path.name.split(".")[1]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog, Position, Record, format_position
-from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.errors import DecodeError, retrieve_exception
 from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
 
 FORK = "begin a new run with `rollstream finetune --fork`"
@@ -36,7 +36,7 @@ class MemberReader:
         self._drop()
         if planned.adopts is None:
             task = asyncio.create_task(self._read(planned))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # an error may be asked for never
+            task.add_done_callback(retrieve_exception)  # it may be dropped before anybody asks for its error
             self._ahead = planned, task
 
     async def members(self, planned: BatchPlanned) -> Members:

@@ -21,7 +21,7 @@ from rollstream.producers.rollout.environment import task_of
 from rollstream.producers.rollout.gateway_interface import END
 from rollstream.producers.rollout.reply import Failure, Reply, TurnsExhausted
 from rollstream.producers.rollout.session import Session
-from rollstream.schemas.errors import EnvironmentRunError, ModelError, RollstreamError
+from rollstream.schemas.errors import EnvironmentRunError, ModelError, RollstreamError, retrieve_exception
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.services import GatewaySection
 from rollstream.schemas.variables import recordable
@@ -259,8 +259,7 @@ class PlayedRollout:
 
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._working.discard(task)
-        if not task.cancelled():
-            task.exception()  # the client may have hung up
+        retrieve_exception(task)  # the client may have hung up
 
     async def _give(self, value: float, name: str, step_index: int | None, agent: str | None) -> None:
         await self.session.reward(value, name, step_index, agent)

@@ -13,7 +13,7 @@ from rollstream.producers.protocols import builtin
 from rollstream.producers.protocols.base import InteractionProtocol, ProtocolSettings
 from rollstream.schemas.errors import ConfigError, first_invalid, nearest
 from rollstream.schemas.permissions import CODE
-from rollstream.schemas.users_code import import_named
+from rollstream.schemas.users_code import import_named, register
 
 T = TypeVar("T", bound=type[InteractionProtocol])
 _protocols: dict[str, type[InteractionProtocol]] = {
@@ -29,16 +29,7 @@ _protocols: dict[str, type[InteractionProtocol]] = {
 def register_protocol(name: str) -> Callable[[T], T]:
     """Decorator: a subclass of InteractionProtocol under `name`. Raises ConfigError for a name that is taken."""
 
-    def register(found: T) -> T:
-        before = _protocols.get(name)
-        if before is not None and _origin(before) != _origin(found):
-            raise ConfigError(
-                f"protocol {name} is registered twice: by {_origin(before)} and by {_origin(found)}; rename one of them"
-            )
-        _protocols[name] = found
-        return found
-
-    return register
+    return lambda found: register(_protocols, "protocol", name, found)
 
 
 def names() -> list[str]:
@@ -84,7 +75,3 @@ def _class(name: str, location: str) -> type[InteractionProtocol]:
     if not (isinstance(settings, type) and issubclass(settings, ProtocolSettings)):
         raise ConfigError(f"{location}: {name} must have a class Settings that derives from ProtocolSettings")
     return found
-
-
-def _origin(found: type) -> str:
-    return f"{found.__module__}.{found.__qualname__}"

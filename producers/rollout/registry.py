@@ -13,7 +13,7 @@ from rollstream.producers.rollout.rewards import RewardFunction
 from rollstream.producers.rollout.user_code import OURS, failed_imports_hint
 from rollstream.schemas.errors import ConfigError, describe, nearest
 from rollstream.schemas.permissions import CODE, COMMAND, Permissions, below, environment_path
-from rollstream.schemas.users_code import import_named
+from rollstream.schemas.users_code import import_named, register
 
 BUILT_IN = (
     "arithmetic",
@@ -34,12 +34,12 @@ _rewards: dict[str, RewardFunction] = {}
 
 def register_environment(name: str) -> Callable[[_T], _T]:
     """Decorator: an Environment class, or an async function of a session, under `name`."""
-    return lambda value: _register(_environments, "environment", name, value)
+    return lambda value: register(_environments, "environment", name, value)
 
 
 def register_reward(name: str) -> Callable[[_T], _T]:
     """Decorator: a reward function (see `rewards.RewardFunction`) under `name`."""
-    return lambda value: _register(_rewards, "reward", name, value)
+    return lambda value: register(_rewards, "reward", name, value)
 
 
 def environment(name: str, permissions: Permissions) -> Callable[..., Any]:
@@ -118,20 +118,6 @@ def build_environment(name: str, config: Mapping[str, JsonValue], permissions: P
         reason = str(error) if is_ours or isinstance(error, ConfigError) else describe(error)
         raise ConfigError(f"environment {name}: environment_config: {reason}") from error
     return built
-
-
-def _register(known: dict[str, Any], what: str, name: str, value: _T) -> _T:
-    before = known.get(name)
-    if before is not None and _source_of(before) != _source_of(value):
-        raise ConfigError(
-            f"{what} {name} is registered twice: by {_source_of(before)} and by {_source_of(value)}; rename one of them"
-        )
-    known[name] = value
-    return value
-
-
-def _source_of(value: Any) -> str:
-    return f"{value.__module__}.{value.__qualname__}"
 
 
 def _find(known: Mapping[str, Any], what: str, name: str, more: tuple[str, ...] = ()) -> Any:

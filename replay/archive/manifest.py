@@ -3,7 +3,6 @@
 It is written in one canonical form that holds its own hash, so that a changed byte shows in it like in any other file.
 """
 
-import hashlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollstream.eventlog.codec import canonical_digest
-from rollstream.eventlog.files import write_whole
+from rollstream.eventlog.files import sha256_of, write_whole
 from rollstream.schemas.base import added
 from rollstream.schemas.errors import LogError, first_invalid
 
@@ -126,8 +125,7 @@ def check_files(folder: Path, manifest: ExportManifest) -> None:
 def hash_file(path: Path) -> str:
     """sha256 (hex) of a file of an export. Raises LogError if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError as error:
         raise LogError(
             f"file {path} of an export cannot be read ({error.strerror}): restore it from a copy, or export again"
