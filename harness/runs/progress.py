@@ -103,11 +103,6 @@ class Progress:
         return self.published.get(self.model_group, NOTHING_PUBLISHED).newest
 
     @property
-    def first_weights(self) -> WeightsPublished | None:
-        """Its base version."""
-        return self.published.get(self.model_group, NOTHING_PUBLISHED).first
-
-    @property
     def loaded(self) -> Mapping[str, int]:
         """Its newest version by engine."""
         return {engine: version for (group, engine), version in self.engines.items() if group == self.model_group}

@@ -143,11 +143,6 @@ class RolloutGateway(Routes):
         address = {"url": self._url, "port": self._port, "pid": pid}
         write_whole(address_file(self._workspace, self._name), json.dumps(address), is_private=False)
 
-    @property
-    def num_claimable(self) -> int:
-        """Open rollouts that nobody has claimed."""
-        return len(self._claimable)
-
     @contextlib.asynccontextmanager
     async def open(self, session: Session, agent: str, *, is_claimable: bool) -> AsyncIterator[PlayedRollout]:
         """See `Gateway`. Raises RollstreamError if the port cannot be had."""

@@ -58,6 +58,10 @@ class Outside:
         self.rollout = await self.post(f"{self.url}/rollouts", body, key=self.token, status=200, **headers)
         return self.rollout
 
+    async def assert_none_is_claimable(self) -> None:
+        """No rollout is open that nobody has claimed."""
+        await self.post(f"{self.url}/rollouts", {"wait_s": 0.0}, key=self.token, status=204)
+
     async def post(self, url: str, body: Any, *, key: str | None = None, status: int = 200, **headers: str) -> Any:
         """The JSON of an answer; `url` may be the end of the rollout's."""
         url = url if url.startswith("http") else self.rollout["base_url"] + url
