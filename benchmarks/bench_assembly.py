@@ -15,7 +15,8 @@ from workload import EVENTS_PER_GROUP, STEPS_PER_GROUP, group_events
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import Record
 from rollstream.processors.assemble import fold as assembly
-from rollstream.processors.service import tune_gc
+from rollstream.processors.service import NEW_OBJECTS
+from rollstream.schemas.devices import tune_gc
 from rollstream.schemas.topics import TOPICS
 
 OPEN_GROUPS = 40
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     records = records_of(args.groups)
-    tune_gc()  # as the service does; the workload is not the fold's heap
+    tune_gc(NEW_OBJECTS)  # as the service does; the workload is not the fold's heap
     num_steps = args.groups * STEPS_PER_GROUP
     pure, whole = [], []
     for _ in range(args.repeats):

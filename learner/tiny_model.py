@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.files import beside
+from rollstream.schemas.devices import MODEL_LOADING
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import MODEL_LOADING
 
 PAD, END = "<|pad|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant", "tool")

@@ -35,10 +35,11 @@ from rollstream.learner.scoring.models import ScoringModels, compute_as_set
 from rollstream.learner.scoring.scored_batch import asked_of, batch_of, encoded
 from rollstream.learner.scoring.scores import NONE, Scores
 from rollstream.schemas import ids
+from rollstream.schemas.devices import own_threads
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.permissions import NOTHING, Permissions
-from rollstream.schemas.settings import ModelSettings, own_threads
+from rollstream.schemas.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ libraries.
 
 import asyncio
 import contextlib
-import gc
 import logging
 from collections.abc import Coroutine
 from typing import Any
@@ -20,12 +19,15 @@ from rollstream.processors.host import consumer
 from rollstream.processors.host.app import Host, Shell
 from rollstream.processors.host.host import create_host
 from rollstream.processors.host.watchdog import watch
+from rollstream.schemas.devices import tune_gc
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.services import ProcessorSettings
 
 DRAIN_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 10.0
 MEMBERSHIP_CHECK_S = 1.0
+NEW_OBJECTS = 50_000
+"""Growth in objects that triggers a young collection: a few milliseconds, every few hundred groups."""
 logger = logging.getLogger(__name__)
 
 
@@ -33,7 +35,7 @@ async def serve(settings: ProcessorSettings) -> None:
     """Run until cancelled. Raises LogError if the broker is lost, or the error of a fold's shell."""
     from rollstream.eventlog.kafka.log import KafkaLog
 
-    tune_gc()
+    tune_gc(NEW_OBJECTS)
     async with KafkaLog(settings.connection, client_id=settings.name) as log:
         await run(log, settings)
 
@@ -92,14 +94,3 @@ async def _until_failed(host: Host, assembling: AssembleShell, watching: Corouti
         crashed.cancel()
         unsent.cancel()
         host.failed.cancel()
-
-
-NEW_OBJECTS = 50_000
-"""Growth in objects that triggers a young collection: a few milliseconds, every few hundred groups."""
-
-
-def tune_gc() -> None:
-    """Freeze the objects of start-up and make garbage collection less frequent; call once at process start."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(NEW_OBJECTS, 10, 10)

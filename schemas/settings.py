@@ -1,9 +1,7 @@
 """Resolved settings that events carry: what a rollout, a plan or a job is to do. Values only, no secrets."""
 
-import functools
 import re
-import threading
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Discriminator, Field, FiniteFloat, JsonValue, Tag, model_validator
@@ -11,7 +9,6 @@ from pydantic import AfterValidator, Discriminator, Field, FiniteFloat, JsonValu
 from rollstream.schemas import ids
 from rollstream.schemas.algorithms import Algorithm, GrpoSettings
 from rollstream.schemas.base import Settings, added
-from rollstream.schemas.errors import ModelError
 from rollstream.schemas.league import LeagueSettings, OpponentVersions
 
 EXTERNAL: Literal["external"] = "external"
@@ -40,37 +37,6 @@ def _checked_device(written: str) -> str:
 
 Device = Annotated[str, AfterValidator(_checked_device)]
 """`cpu`, `cuda:N`, `cuda` for cuda:0, or `auto`: cuda:0 if there is a GPU, else cpu."""
-
-
-def choose_cublas_workspace(env: MutableMapping[str, str]) -> None:
-    """Set the variable without which torch refuses deterministic products on a GPU, unless it is set.
-
-    To be called before the first product of a process: torch reads it then, and never again.
-    """
-    env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-MODEL_LOADING = threading.RLock()
-"""Held while transformers builds a model: meanwhile it replaces methods of its classes and torch's default dtype in the
-whole process. Two threads at once would leave them replaced, and later models without their tied weights.
-"""
-
-
-@functools.cache
-def own_threads(get_num_threads: Callable[[], int]) -> int:
-    """CPU threads that torch takes by itself: ask before a thread is given a number, which later ones begin with."""
-    return get_num_threads()
-
-
-def device_of(device: Device, num_gpus: int, where: str) -> str:
-    """`cpu` or `cuda:N`. Raises ModelError, beginning with `where`, for a GPU that is not there."""
-    if device == "cpu" or (device == "auto" and not num_gpus):
-        return "cpu"
-    index = int(device.partition(":")[2] or 0)
-    if index < num_gpus:
-        return f"cuda:{index}"
-    found = {0: "there is no GPU", 1: "the only GPU is cuda:0"}.get(num_gpus, f"GPUs are cuda:0 to cuda:{num_gpus - 1}")
-    raise ModelError(f"{where} is {device} and {found}; set {'another, ' if num_gpus else ''}auto or cpu")
 
 
 class Sampling(Settings):

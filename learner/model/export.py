@@ -17,9 +17,10 @@ import orjson
 
 from rollstream.eventlog.files import base_sha256, beside, write_whole
 from rollstream.schemas import ids
+from rollstream.schemas.devices import MODEL_LOADING
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.settings import MODEL_LOADING, LoraSettings, ModelSettings
+from rollstream.schemas.settings import LoraSettings, ModelSettings
 from rollstream.schemas.variables import one_line
 
 TOKENIZER_FILES = (

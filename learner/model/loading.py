@@ -16,8 +16,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollstream.learner.model import tree_attention
 from rollstream.learner.model.tree_attention import attention_as
+from rollstream.schemas.devices import MODEL_LOADING, device_of
 from rollstream.schemas.errors import ModelError, is_out_of_memory
-from rollstream.schemas.settings import MODEL_LOADING, NF4, LoraSettings, ModelSettings, device_of
+from rollstream.schemas.settings import NF4, LoraSettings, ModelSettings
 from rollstream.schemas.variables import one_line
 
 SHARED_BASES: "WeakValueDictionary[tuple[Any, ...], torch.nn.Module]" = WeakValueDictionary()

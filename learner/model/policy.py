@@ -35,8 +35,9 @@ from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.tensor_file import from_bytes, published_pieces, to_bytes
 from rollstream.learner.model.tree_attention import hidden_states, longest_row
+from rollstream.schemas.devices import choose_cublas_workspace, device_of
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import SHARES_KEYS_SINCE, ModelSettings, choose_cublas_workspace, device_of
+from rollstream.schemas.settings import SHARES_KEYS_SINCE, ModelSettings
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,11 @@ from transformers.utils.logging import disable_progress_bar
 from rollstream.producers.engines.chat_tokenizer import ChatTokenizer
 from rollstream.producers.engines.generation import Model
 from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
+from rollstream.schemas.devices import MODEL_LOADING, choose_cublas_workspace, device_of
 from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.errors import ModelError, is_out_of_memory
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.settings import MODEL_LOADING, NF4, choose_cublas_workspace, device_of
+from rollstream.schemas.settings import NF4
 from rollstream.schemas.variables import one_line
 
 Shape = tuple[int, ...]

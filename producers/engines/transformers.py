@@ -26,10 +26,10 @@ from rollstream.producers.engines.decoding import Lane, PoolFullError, check_fin
 from rollstream.producers.engines.kv_pool import MEMORY_SHARE, KVPool, free_bytes
 from rollstream.producers.engines.model_cache import LoadedModel, ModelCache, read_weights
 from rollstream.producers.engines.scheduling import JoinLimits, PoolCapacity, padded_length
+from rollstream.schemas.devices import own_threads
 from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.errors import ModelError, is_out_of_memory
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.settings import own_threads
 
 LORA_VERSIONS = 2
 """Versions of an adapter that are generated with at once."""

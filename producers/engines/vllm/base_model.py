@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rollstream.producers.engines.model_cache import Shape, check_folder, load_tokenizer, named_unreadable
+from rollstream.schemas.devices import MODEL_LOADING
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import MODEL_LOADING
 from rollstream.schemas.variables import one_line
 
 

@@ -8,9 +8,10 @@ import torch
 from rollstream.learner.scoring.models import ScoringModels
 from rollstream.producers.engines.transformers import TransformersEngine
 from rollstream.schemas.algorithms import GrpoSettings
+from rollstream.schemas.devices import own_threads
 from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.events import JobSucceeded, StepTrained
-from rollstream.schemas.settings import ModelSettings, own_threads
+from rollstream.schemas.settings import ModelSettings
 
 
 async def submit(lab: Any, name: str, *, deterministic: bool, threads: int | None) -> None:

@@ -7,9 +7,10 @@ from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.shared_model_group.parameters import SharedAgentParams
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.table import new_engine
+from rollstream.schemas.devices import device_of
 from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import ModelSettings, device_of
+from rollstream.schemas.settings import ModelSettings
 
 
 @pytest.mark.parametrize(
