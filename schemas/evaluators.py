@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, FiniteFloat, JsonValue, ValidationInfo, field_validator, model_validator
 
 from rollstream.schemas.kafka import Secret
+from rollstream.schemas.permissions import CODE, code_of
 from rollstream.schemas.settings import Settings
 
 SECTION = "eval.evaluators"
@@ -97,16 +98,18 @@ class PythonScore(Settings):
 
     type: Literal["python"] = Field(default="python", alias="_type")
     function: str
-    """`module.function`; called as any reward function is."""
+    """`python:module.function`, also without `python:`; called as any reward function is."""
     pure: bool = False
     """It depends on the rollout alone, so a what-if may call it again."""
 
     @field_validator("function")
     @classmethod
-    def _is_dotted(cls, value: str) -> str:
-        if not all(part.isidentifier() for part in value.split(".")) or "." not in value:
-            raise ValueError(f"{value!r} is not a path; write module.function")
-        return value
+    def _is_path(cls, value: str) -> str:
+        named = code_of(value)
+        module, _, function = named[len(CODE) :].rpartition(".")
+        if not all(part.isidentifier() for part in (*module.split("."), function)):
+            raise ValueError(f"{value!r} is not a path; write {CODE}module.function")
+        return named
 
 
 class LlmJudge(_Evaluator):

@@ -200,10 +200,17 @@ def _named(settings: RolloutSettings) -> Iterator[str]:
     yield from (name for name in (settings.environment, *settings.rewards) if name.startswith((CODE, COMMAND)))
     yield from (text for _, text in _texts(settings.environment_config) if _is_url(text) or text.startswith(CODE))
     for block in settings.evaluators.values():
-        for key, prefix in (("function", CODE), ("base_url", ""), ("file", FILE)):
+        for key, prefix in (("base_url", ""), ("file", FILE)):
             value = block.get(key)
             if isinstance(value, str) and (prefix or _is_url(value)):
                 yield prefix + value
+        if isinstance(function := block.get("function"), str):
+            yield code_of(function)
+
+
+def code_of(written: str) -> str:
+    """`python:module.function` of a key that also takes the path alone."""
+    return written if written.startswith(CODE) else f"{CODE}{written}"
 
 
 def _texts(value: JsonValue, path: str = "") -> Iterator[tuple[str, str]]:

@@ -225,7 +225,7 @@ class ModelCache:
         self._num_adapters += 1
         module = self._adapted.get(_base_of(published))
         try:
-            config = _adapter_config(published.lora or {})
+            config = _adapter_config(published.lora or {}, where)
             if module is None:
                 base = _load_base(published, self.dtype, self.device)
                 module = get_peft_model(base, config, adapter_name=name)
@@ -277,18 +277,21 @@ def _delete_adapter(module: Any, name: str) -> None:
     module.delete_adapter(name)
 
 
-def _adapter_config(recorded: Mapping[str, Any]) -> Any:
-    """The adapter that a record describes, from the settings that our learner uses. Raises KeyError, TypeError,
-    ValueError.
+def _adapter_config(recorded: Mapping[str, Any], where: str) -> Any:
+    """The adapter that a record describes, from the settings that our learner uses. Raises ModelError beginning with
+    `where` for another kind of adapter, and KeyError, TypeError, ValueError.
 
     The other keys of a peft configuration are left alone: of some, peft imports modules, opens files or compiles
     regular expressions.
     """
     from peft import LoraConfig
 
-    modules = recorded["target_modules"]
+    modules = recorded.get("target_modules")
     if recorded.get("peft_type", "LORA") != "LORA" or not isinstance(modules, list):
-        raise ValueError("only LoRA with a list of target_modules is known here")
+        raise ModelError(
+            f"{where}: its adapter is not LoRA with a list of target_modules; publish one that is (lora.peft_type "
+            "LORA, lora.target_modules a list of names), or full weights"
+        )
     return LoraConfig(
         r=int(recorded["r"]),
         lora_alpha=recorded["lora_alpha"],

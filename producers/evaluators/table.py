@@ -24,7 +24,7 @@ from rollstream.schemas.evaluators import (
     PythonScore,
     kind_of,
 )
-from rollstream.schemas.permissions import CODE, Permissions, evaluator_path
+from rollstream.schemas.permissions import Permissions, evaluator_path
 from rollstream.schemas.settings import RolloutSettings
 from rollstream.schemas.variables import conceal
 
@@ -100,7 +100,7 @@ def check(name: str, block: Mapping[str, JsonValue], permissions: Permissions) -
 
 def _check_allowed(location: str, config: Evaluator, permissions: Permissions) -> None:
     if isinstance(config, PythonScore):
-        permissions.check_code(f"{CODE}{config.function}", f"{location}.function")
+        permissions.check_code(config.function, f"{location}.function")
     elif isinstance(config, LlmJudge):
         permissions.check_url(config.base_url, f"{location}.base_url")
     elif isinstance(config, JsonSchemaMatch) and config.file is not None:
@@ -115,7 +115,7 @@ def _build(location: str, config: Evaluator, permissions: Permissions) -> Reward
 
 def _python(location: str, config: PythonScore, permissions: Permissions) -> RewardFunction:
     try:
-        return registry.reward(f"{CODE}{config.function}", permissions)
+        return registry.reward(config.function, permissions)
     except ConfigError as error:
         raise ConfigError(f"{location}.function: {error}") from error
 

@@ -86,6 +86,9 @@ def test_an_adapter_that_does_not_fit_leaves_the_one_before(folder, tmp_path):
             await engine.load(published(folder, 1, weights_format="lora", lora=other_lora), path)
         with pytest.raises(ModelError, match="adapter does not fit"):
             await engine.load(published(folder, 1, weights_format="lora", lora={**lora, "target_modules": ["x"]}), path)
+        for other_kind in ({"peft_type": "IA3"}, {"target_modules": "all-linear"}):
+            with pytest.raises(ModelError, match=r"its adapter is not LoRA with a list of target_modules; publish one"):
+                await engine.load(published(folder, 1, weights_format="lora", lora={**lora, **other_kind}), path)
         return before, await together(asked)(engine), engine.version(GROUP)
 
     before, after, version = run(work)

@@ -191,7 +191,8 @@ def test_a_python_function_sees_the_rollout(tmp_path, monkeypatch):
         "number = 3\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert score({"_type": "python", "function": "own_scores.length"}, "four") == 4
+    for path in ("own_scores.length", "python:own_scores.length"):
+        assert score({"_type": "python", "function": path}, "four") == 4
     with pytest.raises(
         rewards.RewardError,
         match=r"reward eval\.evaluators\.e raised KeyError \(own_scores\.py line 6, in broken\): 'x'",
@@ -220,7 +221,9 @@ WRONG = [
     ({"_type": "json_schema"}, r"e\.schema: neither or both of schema and file are given"),
     ({"_type": "json_schema", "schema": {"type": "objekt"}}, r"e\.schema: \$\.type: "),
     ({"_type": "json_schema", "file": "/no/such.json"}, r"e\.file: /no/such\.json cannot be read"),
-    ({"_type": "python", "function": "nodots"}, r"e\.function: 'nodots' is not a path; write module\.function"),
+    ({"_type": "python", "function": "nodots"}, r"e\.function: 'nodots' is not a path; write python:module\.function"),
+    ({"_type": "python", "function": "python:a"}, r"e\.function: 'python:a' is not a path; write python:module\.funct"),
+    ({"_type": "python", "function": "python:python:a.b"}, r"e\.function: 'python:python:a\.b' is not a path"),
     ({"_type": "llm_judge", "model": "m", "prompt": "{response}"}, r"e\.base_url: field required"),
     ({"_type": "llm_judge", "base_url": "ftp://x", "model": "m", "prompt": "{response}"}, r"e\.base_url: give an http"),
     (

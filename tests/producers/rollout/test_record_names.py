@@ -361,6 +361,7 @@ def test_a_task_whose_weights_the_engine_cannot_load_fails_with_the_reason(tmp_p
 def test_names_of_trusted_settings_are_those_that_their_producers_allow():
     evaluators: dict[str, dict[str, Any]] = {
         "p": {"_type": "python", "function": "mine.score"},
+        "q": {"_type": "python", "function": "python:mine.other"},
         "j": JUDGE | {"base_url": "http://${HOST}/v1", "api_key": "${KEY}"},
         "s": {"_type": "json_schema", "file": "schema.json"},
     }
@@ -379,6 +380,7 @@ def test_names_of_trusted_settings_are_those_that_their_producers_allow():
         "place:evaluators(j:llm_judge).api_key=${KEY}",
         "place:evaluators(j:llm_judge).base_url=http://${HOST}/v1",
         "python:mine.agent",
+        "python:mine.other",
         "python:mine.reward",
         "python:mine.score",
     )
