@@ -199,6 +199,7 @@ class _AttemptRunner:
             self._settings.environment, self._settings.environment_config, self._permissions
         )
         environment.check_agents(self._settings.agents)
+        environment.check_inputs(self._task.inputs, self._task.example_id)
         self._session = session = Session(
             self._task,
             member=self._member,

@@ -9,7 +9,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,8 +125,21 @@ def _check_dataset(config: RunConfig, location: str) -> "list[Example] | None":
         examples = dataset.read_dataset(config.dataset)
     except ConfigError as error:
         raise ConfigError(f"{location}: {error}") from error
-    check_examples(config, examples, f"dataset {config.dataset.file_path}")
+    where = f"dataset {config.dataset.file_path}"
+    check_examples(config, examples, where)
+    if config.builder.services != "external":  # else the environment is known there
+        _check_inputs(config, examples, where)
     return examples
+
+
+def _check_inputs(config: RunConfig, examples: "Iterable[Example]", where: str) -> None:
+    environment = environment_of(config)
+    try:
+        with users_code(f"environment {config.environment}", config):
+            for example in examples:
+                environment.check_inputs(example.inputs, example.example_id)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def check_temperature(config: RunConfig) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from rollstream.producers.rollout.environment import Environment
+from rollstream.producers.rollout.environment import NEEDS_DATASET, Environment
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.producers.rollout.session import Session
 from rollstream.producers.traces.spans import WORKFLOW, Selection, Spans, scores
@@ -88,7 +88,7 @@ class RemoteWorkflow(Environment):
 
     def examples(self, num: int, seed: int) -> list[dict[str, Any]]:
         """Raises EnvironmentRunError: a workflow has no questions of its own."""
-        raise EnvironmentRunError("has no examples of its own; name a dataset with questions (eval.general.dataset)")
+        raise EnvironmentRunError(NEEDS_DATASET)
 
     async def _ask(self, session: Session, question: Any) -> None:
         recorder = _Recorder(session, self._selection, self._retokenise, self._assumed_version)

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from rollstream.producers.evaluators import matching
+from rollstream.producers.rollout.reply import text_of
 from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, RewardError, RewardFunction
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import (
@@ -41,13 +42,13 @@ def final_answer(location: str, rollout: FinishedRollout, agent: str | None = No
     """
     for step in reversed(rollout.steps):
         if agent is None and step.event_type == WORKFLOW_END and (step.data or {}).get("output") is not None:
-            return _text((step.data or {})["output"])
+            return text_of((step.data or {})["output"])
         if step.event_type == "LLM_END" and agent in (None, step.agent):
             messages = rollout.messages.get(step.agent, ())
             if messages and messages[-1].get("role") == "assistant" and messages[-1].get("content") is not None:
-                return _text(messages[-1]["content"])
+                return text_of(messages[-1]["content"])
             if (step.data or {}).get("output") is not None:
-                return _text((step.data or {})["output"])
+                return text_of((step.data or {})["output"])
     whose = f"agent {agent}" if agent else "any agent"
     raise NoScoreError(
         f"{location}: the rollout has no answer by {whose} to score (it ended as {rollout.stop_reason!r}); "
@@ -63,16 +64,12 @@ def right_answer(location: str, rollout: FinishedRollout, key: str, field: str =
     return rollout.inputs[key]
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 # ---- evaluators ----
 
 
 def _exact_match(location: str, config: ExactMatch) -> RewardFunction:
     def score(rollout: FinishedRollout) -> float:
-        answer = _text(right_answer(location, rollout, config.answer_key))
+        answer = text_of(right_answer(location, rollout, config.answer_key))
         return float(_plain(final_answer(location, rollout, config.agent), config) == _plain(answer, config))
 
     return score
@@ -86,10 +83,10 @@ def _plain(text: str, config: ExactMatch) -> str:
 def _numeric_match(location: str, config: NumericMatch) -> RewardFunction:
     def score(rollout: FinishedRollout) -> float:
         given = right_answer(location, rollout, config.answer_key)
-        right = numbers(_text(given))
+        right = numbers(text_of(given))
         if not right or isinstance(given, bool):
             raise RewardError(
-                f"{location}.answer_key: the answer {_text(given)!r} of the example contains no "
+                f"{location}.answer_key: the answer {text_of(given)!r} of the example contains no "
                 "number; correct it, or name another key"
             )
         found = numbers(final_answer(location, rollout, config.agent))
@@ -112,7 +109,7 @@ def _regex(location: str, config: RegexMatch) -> RewardFunction:
     def score(rollout: FinishedRollout) -> float:
         right = None
         if config.answer_key is not None:
-            right = _text(right_answer(location, rollout, config.answer_key)).strip()
+            right = text_of(right_answer(location, rollout, config.answer_key)).strip()
         text = final_answer(location, rollout, config.agent)
         is_found, took = matching.search(
             location, config.pattern, text, ignore_case=config.ignore_case, group=config.group

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rollstream.eventlog.http.http_json import TRY_AGAIN, HttpServer, TryAgainError, proxy_of, retry_after
 from rollstream.producers.evaluators import matching
 from rollstream.producers.evaluators.builtin import final_answer, right_answer
+from rollstream.producers.rollout.reply import text_of
 from rollstream.producers.rollout.rewards import Asked, FinishedRollout, NoScoreError, Recorder, RewardError, in_thread
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.evaluators import PLACEHOLDER, SECTION, LlmJudge
@@ -83,8 +84,7 @@ class Judge:
             if match[1] == "response":
                 return final_answer(self._location, rollout, config.agent)
             field = f"{match[1]}_key"
-            value = right_answer(self._location, rollout, getattr(config, field), field)
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            return text_of(right_answer(self._location, rollout, getattr(config, field), field))
 
         return PLACEHOLDER.sub(filled, config.prompt)
 

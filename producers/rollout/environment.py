@@ -13,6 +13,11 @@ from rollstream.schemas.errors import ConfigError, EnvironmentRunError
 EnvironmentFunction = Callable[..., Awaitable[None]]
 """`async def play(session, **config)`: an environment without a class."""
 
+NEEDS_DATASET = "has no examples of its own; name a dataset with questions (eval.general.dataset)"
+"""Message of an environment that makes no examples."""
+MAX_SHOWN = 12
+"""Keys of an example that an error lists."""
+
 
 class Environment(ABC):
     """A world. The constructor takes the run's `environment_config` as keywords."""
@@ -54,6 +59,20 @@ class Environment(ABC):
             raise ConfigError(
                 f"environment {type(self).__name__} plays with the agents {', '.join(required)}, but the run has no "
                 f"{', '.join(missing)}; set trajectory_builders.X.agents: [{', '.join(required)}]"
+            )
+
+    def required_inputs(self) -> tuple[str, ...]:
+        """Keys that an example's inputs must have; empty: it takes whatever inputs there are."""
+        return ()
+
+    def check_inputs(self, inputs: Mapping[str, Any], example_id: str) -> None:
+        """Raises ConfigError naming the example and the first of the required keys that it lacks."""
+        missing = next((key for key in self.required_inputs() if key not in inputs), None)
+        if missing is not None:
+            shown = ", ".join(list(inputs)[:MAX_SHOWN]) or "none"
+            raise ConfigError(
+                f"example {example_id!r} has no key {missing!r}, which environment {type(self).__name__} needs; its "
+                f"keys are: {shown}; correct environment_config, or add the key to the dataset"
             )
 
     def examples(self, num: int, seed: int) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ BUILT_IN = (
     "guess_number",
     "recorded",
     "remote_workflow",
+    "single_turn",
     "tic_tac_toe",
     "tic_tac_toe_self_play",
 )

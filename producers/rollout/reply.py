@@ -5,6 +5,7 @@ Also the parts of an answer: its tool calls, in OpenAI's form, apart from its te
 
 import hashlib
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,11 @@ def plain(value: Any, what: str) -> Any:
         raise EnvironmentRunError(
             f"{what}: not a JSON value: {error}; give text, numbers, true, false, lists or mappings"
         ) from error
+
+
+def text_of(value: Any) -> str:
+    """A JSON value as it is written into a prompt or compared with an answer: a text as it is, else JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def is_list(messages: Any) -> bool:

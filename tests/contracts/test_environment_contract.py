@@ -55,3 +55,12 @@ def test_missing_agents_are_named_and_others_accepted(kind: Any) -> None:
     if required:
         with pytest.raises(ConfigError, match=rf"the run has no .*{required[-1]}"):
             environment.check_agents(required[:-1])
+
+
+def test_missing_inputs_are_named_and_others_accepted(kind: Any) -> None:
+    environment = built(kind)
+    required = environment.required_inputs()
+    environment.check_inputs(dict.fromkeys([*required, "another"]), "x")
+    if required:
+        with pytest.raises(ConfigError, match=rf"example 'x' has no key '{required[-1]}', .*its keys are: .*another"):
+            environment.check_inputs(dict.fromkeys([*required[:-1], "another"]), "x")

@@ -81,6 +81,10 @@ def missing_dataset(written: dict[str, Any]) -> None:
     written["eval"] = {"general": {"dataset": {**DATASET, "file_path": "nowhere.jsonl"}}}
 
 
+def missing_column(written: dict[str, Any]) -> None:
+    written["workflow"] = "single_turn"
+
+
 def misspelt_key(written: dict[str, Any]) -> None:
     written["trainer_adapters"]["a"]["max_stalenes"] = 1
 
@@ -118,6 +122,7 @@ def output_in_a_file(written: dict[str, Any]) -> None:
         (unknown_evaluator, r"numeric_macth"),
         (unknown_engine, r"trajectory_builders\.b\.engine.*transfomers"),
         (missing_dataset, r"nowhere\.jsonl"),
+        (missing_column, r"guess_number\.jsonl: example 'secret-0' has no key 'question'.*its keys are: secret;"),
         (misspelt_key, r"max_stalenes.*did you mean max_staleness\?"),
         (missing_model, r"trainer_adapters\.a\.model\.path: folder \./nowhere does not exist"),
         (missing_template, "has no chat template"),
