@@ -15,7 +15,7 @@ HASHED := --require-hashes --build-constraints requirements/setup.txt
 COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-header --no-annotate --python-version 3.11 $(UPGRADE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit check bench bench-learner bench-gpu bench-rollout parity chaos lock clean test-vllm test-gpu
+.PHONY: help setup demo docs test unit check bench bench-learner bench-gpu bench-rollout parity chaos lock clean test-vllm test-gpu
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 15
@@ -40,11 +40,15 @@ setup: .venv/.ready .cache/compose-schema/.ready .typecheck/rollstream ## Instal
 demo: .venv/.ready ## Train a tiny agent by the whole pipeline and show that it got better (minutes)
 	$(BIN)/python examples/demo.py --workspace $(DEMO)
 
+docs: .venv/.ready ## Write docs/configuration.md and docs/commands.md from the settings classes and the commands
+	$(BIN)/python docs/configuration.py
+	$(BIN)/python docs/commands.py
+
 check: setup ## Lint, format, types, architecture, packaging and documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_naming.py tests/test_packaging.py tests/test_docs.py tests/test_documented_use.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_naming.py tests/test_packaging.py tests/test_docs.py tests/test_documented_use.py tests/test_reference_pages.py
 
 test: setup ## Everything that a fresh machine can run, two files at a time (PARALLEL= for one)
 	$(BIN)/python -m pytest -q $(PARALLEL) --durations=10 -m "not chaos and not vllm and not gpu" tests

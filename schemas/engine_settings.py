@@ -108,7 +108,7 @@ class TransformersSettings(EngineSettings):
 
 
 class ScriptedSettings(TransformersSettings):
-    """The engine without a model, for tests. It accepts the other one's keys: once they shared a class."""
+    """The engine without a model, for tests. It accepts the keys of `transformers` and uses none of them."""
 
     RECORDS_KEPT_IDS = False
 
