@@ -6,6 +6,9 @@ ARG REQUIREMENTS="requirements/core.txt"
 
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN useradd --create-home --uid 10001 rollstream && mkdir -p /data && chown rollstream /data
+# Triton and torch.compile build C and C++ code at run time.
+RUN case "${EXTRAS}" in *learner*) apt-get update && apt-get install -y --no-install-recommends gcc g++ libc6-dev \
+    && rm -rf /var/lib/apt/lists/* ;; esac
 WORKDIR /app
 
 COPY requirements/ requirements/
