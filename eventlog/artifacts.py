@@ -47,8 +47,8 @@ class ArtifactStore:
         """`uri`: as written; its `${NAME}` are expanded only here and stay unexpanded in references and messages.
 
         `cache`: folder of local copies of remote artifacts; default: this process's own below a folder of the user's
-        temporary files. Raises
-        ConfigError for a variable that is not set, ArtifactError for a URI that fsspec does not know.
+        temporary files. Raises ConfigError for a variable that is not set, ArtifactError for a URI that fsspec does not
+        know, or whose package is not installed.
         """
         self.uri = uri.rstrip("/")
         self._env = env
@@ -58,9 +58,9 @@ class ArtifactStore:
         except (ValueError, ImportError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ArtifactError(
-                f"artifact store {uri}: {self._concealed(error)}; use a folder or an installed fsspec URI"
-            ) from error
+            package = getattr(error.__cause__, "name", None)  # of the module that fsspec could not import
+            remedy = f"install {package} where this process runs" if package else "give a URI that fsspec knows"
+            raise ArtifactError(f"artifact store {uri}: {self._concealed(error)}; {remedy}, or use a folder") from error
         self._is_local = "file" in _protocols(self._filesystem)
         self._errors: type[Exception] = OSError if self._is_local else Exception
         """Exceptions of the filesystem in an outage: clients of object stores have classes of their own."""

@@ -8,6 +8,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -213,6 +214,12 @@ def test_the_error_of_an_unwritable_store_names_the_remedy(tmp_path: Path) -> No
 def test_an_unknown_kind_of_store_is_refused() -> None:
     with pytest.raises(ArtifactError, match="nonsense://place"):
         ArtifactStore("nonsense://place")
+
+
+def test_a_store_whose_package_is_missing_names_the_package() -> None:
+    fsspec.register_implementation("planted", "planted_store.Planted", errtxt="planted:// has a package", clobber=True)
+    with pytest.raises(ArtifactError, match=r"planted://x: .*; install planted_store where this process runs"):
+        ArtifactStore("planted://x")
 
 
 def test_a_variable_of_the_uri_stands_in_no_reference_and_is_expanded_by_who_reads(tmp_path: Path) -> None:
