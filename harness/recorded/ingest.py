@@ -88,7 +88,7 @@ def dead_letter_lines(bad: Sequence[BadLine], file: Path, config: Path, workspac
 
 
 async def _send_dead_letter(
-    bad: Sequence[BadLine], file: Path, kafka: KafkaSettings, uri: str, num_partitions: int
+    bad: Sequence[BadLine], file: Path, kafka: KafkaSettings, uri: str, num_partitions: int | None
 ) -> None:
     from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.eventlog.kafka.log import KafkaLog

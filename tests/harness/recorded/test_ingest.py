@@ -24,6 +24,7 @@ from rollstream.producers.traces.spans import Selection
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events.recorded import RecordedGroup, RecordedRollout
 from tests.rigs import nat_samples as nat
+from tests.rigs.sources.source_tree import ROOT
 
 ALL = Selection()
 
@@ -61,6 +62,18 @@ def test_bare_steps_are_grouped_by_their_workflow_run_and_runs_by_their_input():
     assert ingested.num_steps == 18
     assert ingested.summary() == "3 rollouts of 2 examples from 18 steps"
     assert read_lines(lines(*mixed, *rewards), ALL) == ingested
+
+
+def test_the_example_file_has_every_kind_of_line():
+    with (ROOT / "examples" / "data" / "recorded_steps.jsonl").open("rb") as file:
+        ingested = read_lines(file, ALL)
+    assert ingested.summary() == "6 rollouts of 3 examples from 16 steps"
+    assert [[one.source_id for one in members(group)] for group in ingested.groups] == [
+        ["a1", "a2"],
+        ["b1", "b2"],
+        ["c1", "c2"],
+    ]
+    assert [one.rewards[0].value for group in ingested.groups for one in members(group)] == [1.0, 0.0] * 3
 
 
 def test_a_conversation_of_several_workflow_runs_is_one_rollout_if_asked():
