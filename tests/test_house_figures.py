@@ -1,4 +1,4 @@
-"""The figures that docs/architecture.md compares: floors, circles and repeated blocks of a tree."""
+"""The figures that docs/architecture.md shows: floors, circles and repeated blocks of a tree."""
 
 from tests.rigs.sources.house_figures import BLOCK_LINES, circles, figures, floors, of_folders, repeated_blocks, within
 from tests.rigs.sources.source_tree import ALLOWED, ROOT

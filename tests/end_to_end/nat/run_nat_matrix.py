@@ -1,4 +1,4 @@
-"""The outcomes that docs/migrating-from-nat.md sums up: real runs of `nat finetune`, every mix of components with every fault.
+"""The outcomes that docs/migrating-from-nat.md sums up: `nat finetune` with every mix of components and every fault.
 
     python -m tests.end_to_end.nat.run_nat_matrix [--art FOLDER] [--mix M] [--fault F]
 
