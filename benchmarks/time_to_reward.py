@@ -87,7 +87,7 @@ def ours(workspace: Path, model: Path, staleness: int, threads: int, index: int,
 
 
 def curve_of(workspace: Path, run: str) -> Curve:
-    """What the metrics database has of a run: nothing before its first epoch."""
+    """Epochs of a run by the metrics database: none before the first one has ended."""
     rows = query(workspace, EPOCHS.format(run=run))
     return [(row["ended"] - rows[0]["began"], row["avg_reward"]) for row in rows]
 

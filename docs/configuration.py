@@ -51,6 +51,7 @@ SERVICES = {
 SHARED: Mapping[type[BaseModel], str] = {
     AlgorithmSettings: "all",
     policy_gradient.PolicyGradientSettings: "with advantages",
+    policy_gradient.KlPenaltySettings: "with a KL penalty",
     policy_gradient.ClippedSettings: "with clipped ratios",
     PairSettings: "of pairs",
     DistillationSettings: "with a teacher",

@@ -251,9 +251,7 @@ class StepTrained(WeightEvent):
 
 
 class Scorer(BaseModel):
-    """Source of the log-probabilities in a ReferenceScored. Equal scorers give tokens equal log-probabilities, as long
-    as the files of a `model` stay as they are.
-    """
+    """Source of the log-probabilities in a ReferenceScored. Equal ones give equal values, while `model` is the same."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -24,6 +24,8 @@ from rollstream.schemas.policy_gradient import (
     MaxRlSettings,
     OffPolicySettings,
     OverlongSettings,
+    PpoSettings,
+    RaeSettings,
     ReinforcePpSettings,
 )
 from rollstream.schemas.settings import NEWEST_REVISION
@@ -274,3 +276,10 @@ def test_an_aggregation_that_is_fixed_and_a_threshold_of_no_rejection_are_report
         off_policy = OffPolicySettings.model_validate({"reject": reject, "reject_above": 0.5})
         found = GrpoSettings(off_policy=off_policy).unused()
         assert list(found.values()) == expected
+
+
+def test_ppo_has_its_own_names_for_a_discount_and_keeps_its_advantage_with_one_rollout() -> None:
+    with pytest.raises(ValueError, match="ppo has gamma and gae_lambda in its place"):
+        PpoSettings(step_discount=0.5)
+    for settings in (PpoSettings(), RaeSettings()):
+        assert settings.for_run(num_generations=1, temperature=1.0).advantage == settings.advantage

@@ -56,7 +56,6 @@ ADVANTAGES = np.array([1.5, -0.5, -1.0])[ROW_OF]
 TEACHER = RNG.normal(-2.0, 0.5, 8)
 RATIOS = np.exp(CURRENT - BEHAVIOUR)
 Wanted = Callable[[], tuple[np.ndarray, np.ndarray]]
-"""Losses and gradient."""
 
 
 def grpo() -> tuple[np.ndarray, np.ndarray]:
@@ -180,6 +179,7 @@ def opd() -> tuple[np.ndarray, np.ndarray]:
     return -weights * CURRENT, -weights
 
 
+GSPO: Any = {"clip_low": 0.37, "clip_high": 0.3}
 KL: Any = {"kl_coefficient": 0.2}
 UNBIASED: Any = {**KL, "unbiased_kl": True}
 CASES: dict[str, tuple[Any, Any, Any]] = {
@@ -189,15 +189,10 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "grpo-unbiased-kl": (Grpo(), GrpoSettings(**UNBIASED), with_unbiased_kl(grpo)),
     "sft": (Sft(), SftSettings(), sft),
     "cispo": (Cispo(), CispoSettings(clip_high=0.3), cispo),
-    "gspo": (Gspo(), GspoSettings(clip_low=0.37, clip_high=0.3), gspo),
+    "gspo": (Gspo(), GspoSettings(**GSPO), gspo),
     "cispo-kl": (Cispo(), CispoSettings(clip_high=0.3, **KL), with_kl(cispo)),
-    "cispo-unbiased-kl": (Cispo(), CispoSettings(clip_high=0.3, **UNBIASED), with_unbiased_kl(cispo)),
-    "gspo-kl": (Gspo(), GspoSettings(clip_low=0.37, clip_high=0.3, **KL), with_kl(gspo, by_row=True)),
-    "gspo-unbiased-kl": (
-        Gspo(),
-        GspoSettings(clip_low=0.37, clip_high=0.3, **UNBIASED),
-        with_unbiased_kl(gspo, by_row=True),
-    ),
+    "gspo-kl": (Gspo(), GspoSettings(**GSPO, **KL), with_kl(gspo, by_row=True)),
+    "gspo-unbiased-kl": (Gspo(), GspoSettings(**GSPO, **UNBIASED), with_unbiased_kl(gspo, by_row=True)),
     "dppo-kl-penalty": (Dppo(), DppoSettings(delta=0.03, ratio_max=2.0, **KL), with_kl(dppo_tv)),
     "sapo-kl": (Sapo(), SapoSettings(temperature_negative=1.5, **KL), with_kl(sapo)),
     "vespo-unbiased-kl": (Vespo(), VespoSettings(**UNBIASED), with_unbiased_kl(vespo)),
@@ -403,10 +398,3 @@ def test_algorithms_that_share_the_clipped_objective_have_the_advantages_of_thei
     log_difference(name, "gradient", current.grad, np.where(is_free, -free, 0.0))
     assert found.values.tolist() == pytest.approx((-objective).tolist(), rel=1e-5, abs=1e-7)
     assert current.grad.tolist() == pytest.approx(np.where(is_free, -free, 0.0).tolist(), rel=1e-5, abs=1e-7)
-
-
-def test_ppo_has_its_own_names_for_a_discount_and_keeps_its_advantage_with_one_rollout() -> None:
-    with pytest.raises(ValueError, match="ppo has gamma and gae_lambda in its place"):
-        PpoSettings(step_discount=0.5)
-    for settings in (PpoSettings(), RaeSettings()):
-        assert settings.for_run(num_generations=1, temperature=1.0).advantage == settings.advantage

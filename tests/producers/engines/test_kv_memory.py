@@ -193,7 +193,7 @@ def test_rows_have_the_memory_of_those_before_them_also_of_earlier_versions(fold
 
 
 @torch.inference_mode()
-def test_what_rows_left_in_a_pool_changes_no_bit_of_later_ones(folder):
+def test_rows_that_were_in_a_pool_change_no_bit_of_later_ones(folder):
     module = AutoModelForCausalLM.from_pretrained(folder).eval()
     shape = kv_pool.probed_shape(module, torch.device("cpu"))
     assert shape is not None
@@ -247,7 +247,7 @@ def test_a_model_group_that_is_unloaded_leaves_no_pool(folder, versions):
 
 
 def test_keys_and_values_of_an_earlier_version_wait_for_no_garbage_collection(folder, versions):
-    """Producers collect seldom: what cycles kept alive were gigabytes."""
+    """Producers rarely collect: what cycles kept alive were gigabytes."""
 
     async def work(engine):
         for version in range(2):
