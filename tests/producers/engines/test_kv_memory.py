@@ -246,7 +246,7 @@ def test_a_model_group_that_is_unloaded_leaves_no_pool(folder, versions):
     assert run(work, (published(folder), versions(0))) == (None, {})
 
 
-def test_keys_and_values_of_an_earlier_version_wait_for_no_garbage_collection(folder, versions):
+def test_keys_and_values_of_an_earlier_version_wait_for_no_gc(folder, versions):
     """Producers rarely collect: what cycles kept alive were gigabytes."""
 
     async def work(engine):
