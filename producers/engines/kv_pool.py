@@ -71,12 +71,17 @@ class KVPool(Cache):
 
     def clear(self) -> None:
         """Forget the rows, all of which are finite; the next ones get their memory, if it is not too much."""
-        if self._data.nbytes > KEPT_BYTES:
+        if self.size_bytes > KEPT_BYTES:
             self.free()
 
     def free(self) -> None:
         """Forget the rows and free their memory."""
         self._data = self._empty(0, 0)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its memory."""
+        return self._data.nbytes
 
     def fits(self, shape: PoolShape, device: torch.device) -> bool:
         """Whether rows of such a model can have its memory."""

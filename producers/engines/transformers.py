@@ -262,12 +262,15 @@ class Lanes:
         stopped, self._stopped = self._stopped, []
         return [*dropped, *(one for one in stopped if not keeps(one) and one not in self._lanes)]
 
-    def free_idle(self) -> None:
-        """Free the memory of pools without rows."""
+    def free_idle(self) -> bool:
+        """Free the memory of pools without rows; whether there was any."""
+        idle = [lane.pool for lane in self._lanes.values() if not lane.rows]
+        idle += [] if self._spare is None else [self._spare]
         self._spare = None
-        for lane in self._lanes.values():
-            if not lane.rows:
-                lane.pool.free()
+        found = any(pool.size_bytes for pool in idle)
+        for pool in idle:
+            pool.free()
+        return found
 
     def drop(self) -> list[Ticket]:
         """Stop all; returns whose."""
@@ -296,9 +299,8 @@ class Lanes:
         return self._stepped(lane) if lane.rows else []
 
     def _drop_prefixes(self) -> bool:
-        """Free what is kept of earlier sequences, of all versions; whether there was anything."""
-        self.free_idle()
-        found = any(lane.prefixes.size_bytes for lane in self._lanes.values())
+        """Free what is kept of earlier sequences, of all versions, and idle pools; whether there was anything."""
+        found = self.free_idle() or any(lane.prefixes.size_bytes for lane in self._lanes.values())
         for lane in self._lanes.values():
             lane.prefixes.clear()
         return found
