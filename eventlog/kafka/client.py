@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +31,13 @@ PATIENCE_S = 5.0
 CONNECT_TIMEOUT_S = 15.0
 """Maximum seconds for a broker to answer once it has accepted the connection."""
 REQUEST_TIMEOUT_MS = 15_000
+CLOSE_TIMEOUT_S = 5.0
+"""Maximum seconds for which a producer that is closed waits for acknowledgements. Without a limit of ours it would wait
+until its brokers are back, because aiokafka never gives up a batch of an idempotent producer.
+"""
+DISCONNECT_TIMEOUT_S = 2.0
+"""Maximum seconds for its connections to close then, and for its task to end."""
+END_PAUSE_S = 0.1
 FETCH_BYTES = 1 << 20
 """Bytes fetched of one partition. A single larger record passes all the same: Kafka always returns the first batch
 whole.
@@ -42,6 +49,8 @@ LOGGERS = ("aiokafka", "aiokafka.producer.sender")
 """Loggers of those messages: a filter applies to its own logger only, not to those below it."""
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 def kafka_partition(kafka: KafkaSettings, where: TopicPartition) -> KafkaPartition:
@@ -144,6 +153,29 @@ async def stop(client: Any) -> None:
         if task is None or task.cancelling():
             raise
         await client._client.close()
+
+
+async def stop_producer(producer: AIOKafkaProducer) -> None:
+    """Flush and stop a producer; after CLOSE_TIMEOUT_S, disconnect it without the records that are left."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await producer.flush()
+            await producer.stop()
+    except TimeoutError:
+        logger.warning("records were not acknowledged within %.0f s of closing; they are given up", CLOSE_TIMEOUT_S)
+        producer._closed = True
+        await asyncio.wait({asyncio.create_task(producer.client.close())}, timeout=DISCONNECT_TIMEOUT_S)
+        sender: Any = producer._sender
+        await _end(sender.sender_task)
+
+
+async def _end(task: "asyncio.Task[Any]") -> None:
+    """End a task that awaits others when it is cancelled, which may wait for a closed client without end."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DISCONNECT_TIMEOUT_S):
+            while not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=END_PAUSE_S)
 
 
 async def within(

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
 from aiokafka import AIOKafkaProducer
@@ -119,19 +119,18 @@ class KafkaLog(OpenedByBlock):
         self._admin = admin
 
     async def close(self) -> None:
-        """Flush and disconnect. Readers must be closed by their users."""
+        """Flush, within CLOSE_TIMEOUT_S, and disconnect. Readers must be closed by their users."""
         if self._overdue_timer is not None:
             self._overdue_timer.cancel()
             self._overdue_timer = None
-        if self._producer is not None:
-            producer, self._producer = self._producer, None
-            await producer.stop()
-        if self._fetcher is not None:
-            fetcher, self._fetcher = self._fetcher, None
-            await fetcher.close()
-        if self._admin is not None:
-            admin, self._admin = self._admin, None
-            await admin.close()
+        async with AsyncExitStack() as stack:
+            if self._admin is not None:
+                stack.push_async_callback(self._admin.close)
+            if self._fetcher is not None:
+                stack.push_async_callback(self._fetcher.close)
+            if self._producer is not None:
+                stack.push_async_callback(client.stop_producer, self._producer)
+            self._admin = self._fetcher = self._producer = None
 
     async def ensure_topics(self, *, num_partitions: int | None = None) -> None:
         """Create missing topics, check the others. Raises TopicError naming topic, found and wanted."""

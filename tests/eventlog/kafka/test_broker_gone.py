@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.kafka import client
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.reading import read_to_end
@@ -78,3 +80,38 @@ def test_each_send_without_an_acknowledgement_fails_at_its_own_time(tmp_path: Pa
 
 def test_reading_to_the_end_and_closing_readers_end_when_the_broker_is_gone(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(read_from_a_broker_that_goes(tmp_path), 120))
+
+
+async def close_with_an_unacknowledged_record(workspace: Path, how: signal.Signals) -> tuple[float, list[str]]:
+    """Seconds until a log is closed without its broker, and the tasks that it leaves behind."""
+    ended = RunEnded(run_id="r", time_ms=1, cause="stopped")
+    with EmbeddedBroker(workspace) as broker:
+        log = KafkaLog(broker.kafka, send_timeout_s=0.5)
+        await log.start()
+        await log.ensure_topics(num_partitions=1)
+        await log.send(ended)
+        pid = json.loads((workspace / "broker" / "broker.json").read_text())["broker_pid"]
+        os.kill(pid, how)
+        try:
+            with pytest.raises(LogError, match="no acknowledgement within 0 s"):
+                await log.send(ended)
+            began = time.monotonic()
+            async with asyncio.timeout(60):
+                await log.close()
+            took_s = time.monotonic() - began
+            await asyncio.sleep(0.3)  # the sender's pause before its next attempt
+            left = [repr(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        finally:
+            if how == signal.SIGSTOP:
+                os.kill(pid, signal.SIGCONT)
+    return took_s, left
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_log_closes_soon_although_its_broker_never_acknowledges_a_record(
+    how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "CLOSE_TIMEOUT_S", 1.0)
+    took_s, left = asyncio.run(close_with_an_unacknowledged_record(tmp_path, how))
+    assert took_s < 1.0 + client.DISCONNECT_TIMEOUT_S + 2.0
+    assert left == []
