@@ -33,7 +33,7 @@ from rollstream.harness.runs.run_context import (
 )
 from rollstream.harness.runs.validation import validation_of
 from rollstream.harness.services.supervisor import Supervisor
-from rollstream.schemas.errors import RollstreamError
+from rollstream.schemas.errors import BrokerLostError, RollstreamError
 from rollstream.schemas.events.training import ForkPoint
 
 
@@ -147,14 +147,14 @@ async def _trained(run_request: RunRequest, lease: WorkspaceLease, run: RunConte
 
 @contextmanager
 def _resumable(run_id: str, *, is_open: bool) -> Iterator[None]:
-    """Add to errors before the run's end that the run is still open, and how to continue it.
+    """Add to errors before the run's end that the run is still open, and how to continue it, unless its log is lost.
 
     `is_open`: it was not written before.
     """
     try:
         yield
     except (RollstreamError, OSError) as error:
-        if not is_open:
+        if not is_open or isinstance(error, BrokerLostError):
             raise
         hint = f"run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}` continues it"
         if isinstance(error, OSError) and error.errno is not None:
@@ -197,3 +197,6 @@ def _signals() -> Iterator[_Conducted]:
         if received:
             raise Interrupted(received[0], conducted) from None
         raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)  # nothing is left to cancel: from here on a signal ends the process

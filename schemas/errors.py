@@ -6,6 +6,7 @@ RollstreamError
 ├── LogError               the event log refuses or cannot be reached
 │   ├── AccessDeniedError  Kafka refuses who connects, or an operation that no ACL allows
 │   ├── BrokerError        the embedded broker did not start, or its workspace is in use
+│   │   └── BrokerLostError    its data were removed while it ran
 │   ├── TopicError         a topic is missing or has other partitions or settings than the table
 │   └── TruncatedError     offsets that a reader needs no longer exist (names topic, partition, range)
 ├── DecodeError            a record is not an event of its topic (goes to the dead letters)
@@ -96,6 +97,10 @@ class AccessDeniedError(LogError):
 
 class BrokerError(LogError):
     """The embedded broker did not start, or its workspace is in use."""
+
+
+class BrokerLostError(BrokerError):
+    """The data of the embedded broker were removed while it ran."""
 
 
 class TopicError(LogError):

@@ -8,13 +8,11 @@ import fcntl
 import json
 import logging
 import os
-import random
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -23,12 +21,14 @@ from typing import Any, Self
 from rollstream.eventlog.broker import guard, install
 from rollstream.eventlog.broker.class_archive import ClassArchive
 from rollstream.eventlog.broker.credentials import HOST, MECHANISM, USER, Credentials, block, connection, password_file
+from rollstream.eventlog.broker.ports import answers, free_ports, is_free
 from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import make_private
-from rollstream.schemas.errors import BrokerError
+from rollstream.schemas.errors import BrokerError, BrokerLostError
 from rollstream.schemas.kafka import KafkaSettings
 
 START_TIMEOUT_S = 60.0
+PAUSE_S = 0.05
 LOCK_PATIENCE_S = 25.0
 """Maximum seconds to wait for the broker of a process that has just died: the longest that its shutdown takes."""
 FULL_BYTES = 1024 * 1024
@@ -96,11 +96,14 @@ class EmbeddedBroker:
         self._lock: int | None = None
         self._guard: subprocess.Popen[str] | None = None
         self._classes: ClassArchive
+        self._restarting = threading.Lock()
+        self._is_called_off = threading.Event()
 
     def start(self) -> str:
         """Start the broker and return `host:port` once it is ready. Raises BrokerError with a one-line message."""
         if self._guard is not None:
             return self.bootstrap_servers
+        self._is_called_off.clear()
         self._classes = _classes()
         try:
             make_private(self.workspace)
@@ -128,23 +131,45 @@ class EmbeddedBroker:
     def restart(self) -> None:
         """Restart a broker that died, at its old address and with its data.
 
-        Raises BrokerError if it does not start; the call can be repeated.
+        Raises BrokerError if it does not start, and the call can be repeated; BrokerLostError if its data are gone.
         """
         assert self._lock is not None, "restart() called before start()"
-        self._let_guard_go()
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _is_free(int(self.bootstrap_servers.rpartition(":")[2])):
-            if time.monotonic() > deadline:
-                address = self.bootstrap_servers
+        with self._restarting:
+            self._let_guard_go()
+            port = int(self.bootstrap_servers.rpartition(":")[2])
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not is_free(port):
+                if time.monotonic() > deadline:
+                    raise BrokerError(
+                        f"the broker of workspace {self.workspace} lost its address: {self.bootstrap_servers} is in "
+                        "use; stop the process that uses it"
+                    )
+                self._pause()
+            try:
+                self._check_data()
+                self._start(port)
+            except OSError as error:
                 raise BrokerError(
-                    f"the broker of workspace {self.workspace} lost its address: {address} is in "
-                    "use; stop the process that uses it"
+                    f"the broker of workspace {self.workspace} cannot start: {error}; {_REMEDY}"
+                ) from error
+
+    def call_off_restart(self) -> None:
+        """Have `restart` in another thread raise BrokerError within seconds; so does every later one before `start`."""
+        self._is_called_off.set()
+
+    def _check_data(self) -> None:
+        """Raises BrokerLostError if another broker would be started, without the data and the password of this one."""
+        for path in (self._folder / "data" / "meta.properties", password_file(self._folder)):
+            if not path.exists():
+                raise BrokerLostError(
+                    f"the broker of workspace {self.workspace} cannot be restarted: {path} was removed while it ran; "
+                    "restore it, or start a new run and leave its workspace in place"
                 )
-            time.sleep(0.05)
-        try:
-            self._start()
-        except OSError as error:
-            raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}; {_REMEDY}") from error
+
+    def _pause(self, seconds: float = PAUSE_S) -> None:
+        """Wait a moment. Raises BrokerError if the restart was called off."""
+        if self._is_called_off.wait(seconds):
+            raise BrokerError(f"the broker of workspace {self.workspace} is being stopped; start it again")
 
     def _let_guard_go(self) -> None:
         guard, self._guard = self._guard, None
@@ -157,11 +182,13 @@ class EmbeddedBroker:
 
     def stop(self) -> None:
         """Stop the broker and release the workspace. Does nothing if it is not running."""
-        self._let_guard_go()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-        self.bootstrap_servers = ""
+        self.call_off_restart()
+        with self._restarting:
+            self._let_guard_go()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+            self.bootstrap_servers = ""
 
     def __enter__(self) -> Self:
         self.start()
@@ -170,9 +197,10 @@ class EmbeddedBroker:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _start(self) -> None:
+    def _start(self, port: int | None = None) -> None:
+        """Start and wait until it is ready. `port`: its own, which clients know, if this is not its first start."""
         began, classes = time.monotonic(), self._classes
-        port, controller_port = _ports(self._folder / "broker.json")
+        port, controller_port = _ports(self._folder / "broker.json", port)
         properties = self._folder / "server.properties"
         credentials = Credentials(self._folder)
         ports = {"port": port, "controller_port": controller_port}
@@ -183,12 +211,14 @@ class EmbeddedBroker:
                     f"the broker's data below {self._folder} lack meta.properties, which identifies their cluster; "
                     f"restore that file, or give another --workspace"
                 )
+            credentials.forget()
             _format_storage(classes, properties)
         command = [str(classes.java), *JVM, *classes.options(Path(CLASSES_LISTED)), "-cp", classes.classpath]
         command += ["kafka.Kafka", properties.name]
+        self._pause(0.0)
         broker_pid = self._launch(command)
         self._await_ready(port)
-        credentials.make_known(port, controller_port, time.monotonic() + START_TIMEOUT_S)
+        credentials.make_known(port, controller_port, time.monotonic() + START_TIMEOUT_S, self._pause)
         self.bootstrap_servers = f"{HOST}:{port}"
         status = {"bootstrap_servers": self.bootstrap_servers, **ports, "pid": os.getpid(), "broker_pid": broker_pid}
         status |= {"kafka": install.KAFKA_VERSION}
@@ -227,7 +257,7 @@ class EmbeddedBroker:
                     f"the broker of workspace {self.workspace} is not ready after {START_TIMEOUT_S:.0f} s; see "
                     f"{self._folder / 'broker.log'}, then start again"
                 )
-            time.sleep(0.05)
+            self._pause()
 
     def _last_words(self) -> str:
         log = self._folder / "broker.log"
@@ -265,18 +295,6 @@ def own_block(workspace: Path, bootstrap_servers: str) -> dict[str, str]:
     return block(folder) if is_own and password_file(folder).exists() else {}
 
 
-def answers(port: int) -> bool:
-    """Whether a Kafka broker serves requests on a loopback port (it answers ApiVersions)."""
-    request = struct.pack(">hhih", 18, 0, 1, -1)
-    try:
-        with socket.create_connection((HOST, port), timeout=2.0) as connection:
-            connection.sendall(struct.pack(">i", len(request)) + request)
-            reply = connection.recv(10, socket.MSG_WAITALL)
-    except OSError:
-        return False
-    return len(reply) == 10 and struct.unpack(">iih", reply)[1:] == (1, 0)
-
-
 def _take_lock(path: Path, workspace: Path) -> int:
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + LOCK_PATIENCE_S
@@ -310,15 +328,14 @@ def _is_alive(pid: str) -> bool:
     return True
 
 
-def _ports(remembered: Path) -> tuple[int, int]:
-    """The ports of the last start if they are free, else new ones."""
-    status = _read_status(remembered)
-    ports = [
-        port for name in ("port", "controller_port") if isinstance(port := status.get(name), int) and _is_free(port)
+def _ports(remembered: Path, port: int | None = None) -> tuple[int, int]:
+    """The ports of the last start if they are free, else new ones; `port`: that for clients, if it must not change."""
+    status, own = _read_status(remembered), {} if port is None else {"port": port}
+    chosen = [
+        own.get(name) or (known if isinstance(known := status.get(name), int) and is_free(known) else new)
+        for name, new in zip(("port", "controller_port"), free_ports(2), strict=True)
     ]
-    if len(ports) < 2:
-        ports = free_ports(2)
-    return ports[0], ports[1]
+    return chosen[0], chosen[1]
 
 
 def _read_status(path: Path) -> dict[str, Any]:
@@ -328,39 +345,6 @@ def _read_status(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     return status if isinstance(status, dict) else {}
-
-
-def free_ports(count: int) -> list[int]:
-    """Free ports outside the system's ephemeral range.
-
-    A client that retries a port of that range while its broker is down may connect to itself (TCP simultaneous open)
-    and then block the broker's address.
-    """
-    candidates = random.sample(_unassigned_ports(), 200)
-    ports = [port for port in candidates if _is_free(port)][:count]
-    if len(ports) < count:
-        raise BrokerError(
-            f"no free port found on {HOST} in 200 attempts; stop processes that hold ports, and start again"
-        )
-    return ports
-
-
-def _unassigned_ports() -> range:
-    try:
-        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
-    except (OSError, ValueError):
-        lowest = 32768
-    return range(10240, lowest) if lowest > 11264 else range(10240, 65536)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as candidate:
-        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            candidate.bind((HOST, port))
-        except (OSError, OverflowError):
-            return False
-    return True
 
 
 def _classes() -> ClassArchive:

@@ -27,7 +27,6 @@ MECHANISM = "SCRAM-SHA-512"
 ITERATIONS = 4096
 """Kafka's least. More would slow down guessing, which a random password of 256 bits needs no protection from."""
 TIMEOUT_S = 5.0
-PAUSE_S = 0.05
 _SASL_HANDSHAKE, _SASL_AUTHENTICATE, _ALTER_USER_SCRAM_CREDENTIALS = 17, 36, 51
 _SCRAM_SHA_512 = 2
 
@@ -70,17 +69,22 @@ class Credentials:
         self.are_known = len(known) >= 32 and known.isalnum()
         self.password = known if self.are_known else secrets.token_hex(32)
 
-    def make_known(self, port: int, controller_port: int, deadline: float) -> None:
+    def forget(self) -> None:
+        """Remove the file, because the broker's storage is new and lacks the password. Raises OSError."""
+        self._file.unlink(missing_ok=True)
+        self.are_known = False
+
+    def make_known(self, port: int, controller_port: int, deadline: float, pause: Callable[[], None]) -> None:
         """Set the password in the running broker, then save it.
 
         After a crash in between, the next start creates another. Raises BrokerError if the broker has not accepted it
-        by `deadline` (monotonic clock).
+        by `deadline` (monotonic clock), and what `pause` raises, which is called between two attempts.
         """
         if self.are_known:
             return
         salt = os.urandom(24)
-        _retry_until(deadline, lambda: self._alter(controller_port, salt))
-        _retry_until(deadline, lambda: _check_salt(port, salt))
+        _retry_until(deadline, lambda: self._alter(controller_port, salt), pause)
+        _retry_until(deadline, lambda: _check_salt(port, salt), pause)
         write_whole(self._file, f"{self.password}\n")
         self.are_known = True
 
@@ -99,7 +103,7 @@ class Credentials:
             raise BrokerError(f"the broker's controller refuses the password (Kafka error {code})")
 
 
-def _retry_until(deadline: float, attempt: Callable[[], None]) -> None:
+def _retry_until(deadline: float, attempt: Callable[[], None], pause: Callable[[], None]) -> None:
     """Retry until `deadline`, because a newly elected controller or a lagging broker refuses it at first."""
     while True:
         try:
@@ -110,7 +114,7 @@ def _retry_until(deadline: float, attempt: Callable[[], None]) -> None:
                     f"cannot set the broker's password: {error}; see broker/broker.log of the workspace, "
                     "then start again"
                 ) from error
-            time.sleep(PAUSE_S)
+            pause()
         else:
             return
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rollstream.eventlog.broker.restarts import FIRST_BACKOFF_S, Restarts
 from rollstream.eventlog.disk_space import disk_of
-from rollstream.schemas.errors import BrokerError
+from rollstream.schemas.errors import BrokerError, BrokerLostError
 
 CHECK_S = 0.25
 STEADY_S = 60.0
@@ -34,7 +34,11 @@ class Broker(Protocol):
         ...
 
     def restart(self) -> None:
-        """Restart it. Raises BrokerError; the call can be repeated."""
+        """Restart it. Raises BrokerError, and the call can be repeated; BrokerLostError if it is of no use."""
+        ...
+
+    def call_off_restart(self) -> None:
+        """Have `restart` in another thread raise BrokerError soon."""
         ...
 
 
@@ -47,7 +51,8 @@ async def keep_running(
     min_free_bytes: int = MIN_FREE_BYTES,
     check_s: float = CHECK_S,
 ) -> None:
-    """Watch until cancelled. Raises BrokerError if the broker died, or did not start, too often in a row.
+    """Watch until cancelled; a restart ends before. Raises BrokerError if the broker died, or did not start, too often
+    in a row, BrokerLostError if it died because its data were removed.
 
     An exit because of a full disk does not count: the broker is restarted once there is free space.
     """
@@ -88,11 +93,25 @@ class _Watch:
             self._notify(f"{reason}; restarting it")
             await asyncio.sleep(wait_s)
             try:
-                await asyncio.to_thread(self._broker.restart)
+                await self._restarted()
+            except BrokerLostError:
+                raise
             except BrokerError as error:
                 reason = f"the broker did not restart ({error})"
             else:
                 return
+
+    async def _restarted(self) -> None:
+        """Restart it in a thread, which has ended when this ends: it would go on after a cancellation otherwise."""
+        restarting = asyncio.create_task(asyncio.to_thread(self._broker.restart))
+        try:
+            await asyncio.shield(restarting)
+        except asyncio.CancelledError:
+            self._broker.call_off_restart()
+            await asyncio.wait({restarting})
+            if not restarting.cancelled():
+                restarting.exception()  # retrieved: nobody else asks for it
+            raise
 
     async def _wait_for_disk(self) -> bool:
         """Wait for enough disk space for a broker; returns whether it had to wait."""

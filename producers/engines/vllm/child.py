@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollstream.eventlog.broker import guard
-from rollstream.eventlog.broker.broker import HOST, free_ports
+from rollstream.eventlog.broker.credentials import HOST
+from rollstream.eventlog.broker.ports import free_ports
 from rollstream.eventlog.broker.restarts import Restarts
 from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ConfigError, ModelError

@@ -29,3 +29,16 @@ async def _interrupt(times: int) -> None:
 def test_the_third_signal_cancels_again() -> None:
     with pytest.raises(Interrupted):
         asyncio.run(_interrupt(3))
+
+
+def test_the_handlers_of_signals_are_gone_when_nothing_is_left_to_cancel() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    async def scenario() -> None:
+        with _signals():
+            assert signal.getsignal(signal.SIGTERM) != before[1]
+        assert signal.getsignal(signal.SIGTERM) == before[1]
+        assert not asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+
+    asyncio.run(scenario())
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

@@ -2,17 +2,20 @@
 
 import asyncio
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollstream.eventlog.broker.broker import EmbeddedBroker, answers
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.broker.ports import answers
 from rollstream.eventlog.broker.restarts import MAX_RESTARTS
 from rollstream.eventlog.broker.watch import MIN_FREE_BYTES, keep_running
 from rollstream.eventlog.kafka.log import KafkaLog
-from rollstream.schemas.errors import BrokerError
+from rollstream.schemas.errors import BrokerError, BrokerLostError
 from rollstream.schemas.events import RunEnded
 
 
@@ -22,14 +25,19 @@ class Doomed:
     def __init__(self, workspace: Path, outcomes: str) -> None:
         self.workspace = workspace
         self.outcomes = list(outcomes)
-        """`x`: does not start; `d`: starts, and is dead when it is looked at; `r`: starts and runs on."""
+        """`x`: does not start; `l`: its data are gone; `d`: starts, and is dead when it is looked at; `r`: runs on."""
         self.is_running = False
 
     def restart(self) -> None:
         outcome = self.outcomes.pop(0)
         if outcome == "x":
             raise BrokerError(f"it ended at once, attempt {len(self.outcomes)} from the last")
+        if outcome == "l":
+            raise BrokerLostError("its data were removed")
         self.is_running = outcome == "r"
+
+    def call_off_restart(self) -> None:
+        """Restarts of this one take no time."""
 
 
 def play(broker: Doomed, lines: list[str], **options: Any) -> None:
@@ -64,6 +72,44 @@ def test_deaths_in_a_row_end_the_watch_with_the_last_reason(outcomes: str, tmp_p
         BrokerError, match=rf"exited {MAX_RESTARTS + 1} times in a row, last: {reason}; see .*broker.log"
     ):
         play(Doomed(tmp_path, outcomes), [])
+
+
+def test_a_broker_whose_data_are_gone_ends_the_watch_at_once(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with pytest.raises(BrokerLostError, match="its data were removed"):
+        play(Doomed(tmp_path, "xlr"), lines)
+    assert len(lines) == 2
+
+
+class Slow(Doomed):
+    """A broker whose restart lasts until it is called off."""
+
+    def __init__(self, workspace: Path) -> None:
+        super().__init__(workspace, "x")
+        self.has_begun, self.is_called_off, self.has_ended = threading.Event(), threading.Event(), False
+
+    def restart(self) -> None:
+        self.has_begun.set()
+        assert self.is_called_off.wait(20)
+        time.sleep(0.1)
+        self.has_ended = True
+        raise BrokerError("called off")
+
+    def call_off_restart(self) -> None:
+        self.is_called_off.set()
+
+
+def test_a_restart_has_ended_when_its_watch_is_cancelled(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        broker = Slow(tmp_path)
+        watching = asyncio.create_task(keep_running(broker, lambda _: None, first_backoff_s=0, check_s=0))
+        assert await asyncio.to_thread(broker.has_begun.wait, 20)
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+        assert broker.has_ended
+
+    asyncio.run(scenario())
 
 
 def test_a_broker_that_ran_for_a_while_is_forgiven_its_deaths(tmp_path: Path) -> None:

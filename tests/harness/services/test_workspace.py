@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.eventlog.broker.broker import answers, find_running
+from rollstream.eventlog.broker.broker import find_running
+from rollstream.eventlog.broker.ports import answers
 from rollstream.harness.services.workspace import Workspace, embedded_broker
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from rollstream.eventlog.broker.broker import answers, free_ports
 from rollstream.eventlog.broker.broker import install as kafka_install
+from rollstream.eventlog.broker.ports import answers, free_ports
 from rollstream.eventlog.kafka.security import client_options
 from rollstream.schemas.kafka import KafkaSettings
 

@@ -19,7 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rollstream.eventlog.broker import guard
-from rollstream.eventlog.broker.broker import HOST, free_ports
+from rollstream.eventlog.broker.credentials import HOST
+from rollstream.eventlog.broker.ports import free_ports
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.vllm.child import Child
 from rollstream.producers.engines.vllm.vllm_server import UNLABELLED
