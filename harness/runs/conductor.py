@@ -263,16 +263,24 @@ def _is_held(event: Event, validation: Validation, progress: Progress) -> bool:
 def background_work(
     lease: WorkspaceLease, run: RunContext, config: RunConfig, notify: Callable[[str], None]
 ) -> list[Coroutine[Any, Any, None]]:
-    """Background work of a conducted run: its services and an embedded broker are kept running.
+    """Background work of a conducted run: its services and an embedded broker are kept running, and what its signs of
+    life fail with is raised.
 
     Where services run elsewhere, and their logs with them, the first failed rollout is reported from the log.
     """
     work: list[Coroutine[Any, Any, None]] = [run.supervisor.watch()]
     if lease.broker is not None:
         work.append(keep_running(lease.broker, notify))
+    if run.signs is not None:
+        work.append(_raised_by(run.signs))
     if config.builder.services == "external":
         work.append(_first_failure_reported(run.log, run.run.started.run_id, notify))
     return work
+
+
+async def _raised_by(signs: "asyncio.Task[None]") -> None:
+    """Raises what the task fails with, which goes on until the run is ended."""
+    await asyncio.shield(signs)
 
 
 async def _first_failure_reported(log: EventLog, run_id: str, report: Callable[[str], None]) -> None:

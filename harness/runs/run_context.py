@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollstream.eventlog.broker.broker import FULL_BYTES, EmbeddedBroker, answers, own_block
+from rollstream.eventlog.broker.broker import FULL_BYTES, EmbeddedBroker, own_block
+from rollstream.eventlog.broker.ports import answers
 from rollstream.eventlog.disk_space import disks_of
 from rollstream.eventlog.kafka.topic_ids import check_topics
 from rollstream.eventlog.log import EventLog
@@ -96,6 +97,8 @@ class RunContext(NamedTuple):
     artifacts: "ArtifactStore"
     run: RunPlan
     supervisor: Supervisor
+    signs: "asyncio.Task[None] | None" = None
+    """The writing of its signs of life; none of a run that is over."""
 
 
 def check_run(run_request: RunRequest) -> "list[Example] | None":
@@ -174,7 +177,7 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
         )
         parent = run.started.parent
         display.print(f"run {run.started.run_id}" + (f", branched from {format_fork(parent)}" if parent else ""))
-        supervisor = Supervisor([], location.workspace / "logs")
+        supervisor, signs = Supervisor([], location.workspace / "logs"), None
         if not run.is_over:
             await stack.enter_async_context(sole_run(location.workspace, run.started.run_id))
             await _check_sole_use(run_request.config, lease, log, display)
@@ -195,9 +198,9 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
             display.print(
                 f"files of an earlier run in {run_request.config.finetuning.output_dir} were moved to {earlier}"
             )
-        supervisor.start()
         stack.push_async_callback(supervisor.stop)
-        yield RunContext(log, artifacts, run, supervisor)
+        supervisor.start()
+        yield RunContext(log, artifacts, run, supervisor, signs)
 
 
 async def plan(
@@ -347,6 +350,7 @@ def _supervisor(config: RunConfig, lease: WorkspaceLease, run_id: str, artifacts
         environment_of_services(config, os.environ),
         silence_s=_silence(Workspace(location.workspace).health),
         waits_for=lambda: _missing(config, location, folders_of(config, location.workspace, artifacts)),
+        has_log=lambda: not _is_broker_down(config, location),
         fork_server=lease.fork_server,
     )
 
@@ -367,10 +371,13 @@ def _missing(config: RunConfig, location: RunLocation, folders: Iterable[Path]) 
     for disk in disks_of(folders):
         if disk.free_bytes < FULL_BYTES:
             return f"the disk of {disk.folder} is full"
+    return "the broker is down" if _is_broker_down(config, location) else ""
+
+
+def _is_broker_down(config: RunConfig, location: RunLocation) -> bool:
+    """Whether our own broker does not answer. Nothing is known of others."""
     is_ours = config.builder.bootstrap_servers == EMBEDDED
-    if is_ours and not answers(int(location.kafka.bootstrap_servers.rpartition(":")[2])):
-        return "the broker is down"
-    return ""
+    return is_ours and not answers(int(location.kafka.bootstrap_servers.rpartition(":")[2]))
 
 
 def _silence(health: Path) -> Callable[[str, int], float]:

@@ -24,6 +24,8 @@ from rollstream.schemas.errors import RunFailedError
 
 POLL_S = 0.2
 GRACE_S = 20.0
+GRACE_WITHOUT_LOG_S = 2.0
+"""Seconds that the children get to stop while the log is down: they can send and commit nothing."""
 SILENCE_S = 120.0
 """Seconds without a heartbeat of its event loop after which a child counts as stuck; it is killed and restarted."""
 WARN_S = 30.0
@@ -84,6 +86,8 @@ class Supervisor:
 
     A service that ends meanwhile, or gives no sign of life, is started again afterwards, and that does not count.
     """
+    has_log: Callable[[], bool] = lambda: True
+    """Whether the log that the children write to is up, as far as this process knows."""
     fork_server: ForkServer | None = None
     """Starts the children that are forks, once it has loaded its libraries. Whoever made it closes it, too."""
     total_restarts: int = 0
@@ -137,13 +141,17 @@ class Supervisor:
             self._check_child(child)
 
     async def stop(self) -> None:
-        """SIGTERM rank by rank, SIGKILL for children still running after the grace period."""
+        """SIGTERM rank by rank, SIGKILL for children still running after the grace period; without a log all ranks at
+        once, and soon.
+        """
         for rank in sorted({child.spec.stop_rank for child in self._children}):
-            running = [child.process for child in self._children if child.spec.stop_rank == rank and child.process]
+            has_log = self.has_log()
+            last = rank if has_log else max(child.spec.stop_rank for child in self._children)
+            running = [child.process for child in self._children if child.process and child.spec.stop_rank <= last]
             for process in running:
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + self.grace_s
+            deadline = time.monotonic() + (self.grace_s if has_log else min(self.grace_s, GRACE_WITHOUT_LOG_S))
             while any(process.poll() is None for process in running):
                 if time.monotonic() > deadline:
                     self._kill(running)

@@ -3,23 +3,31 @@
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import decode
 from rollstream.eventlog.failpoints import Killed
 from rollstream.eventlog.log import Encoded, Position, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.eventlog.run_offsets import start_offsets_of
+from rollstream.harness.config import file as config_file
+from rollstream.harness.config.jobs import RunLocation
 from rollstream.harness.runs import conductor
-from rollstream.harness.runs.conductor import POLL_S, Conductor
+from rollstream.harness.runs.conductor import POLL_S, Conductor, background_work
 from rollstream.harness.runs.driver import give_signs_of_life, is_over, lacking, located, reason_to_stop
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress, evolve
+from rollstream.harness.runs.run_context import RunContext, WorkspaceLease
+from rollstream.harness.services.supervisor import Supervisor
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import LogError
 from rollstream.schemas.events import EpochStarted, JobFailed, JobStarted, JobSubmitted, RunContinued
+from rollstream.schemas.kafka import KafkaSettings
 
 
 async def written_ids(log: MemoryLog, *topics: str) -> list[str]:
@@ -311,3 +319,28 @@ def test_a_job_that_the_run_did_not_plan_does_not_end_it(script: SimpleNamespace
     progress = fold("run-1", script.run_started(), failed)
     assert reason_to_stop(progress, [spec]) is None
     assert reason_to_stop(progress, [spec, other]) == f"job {other.job_id} failed: no"
+
+
+def test_a_run_fails_at_once_with_the_error_of_its_signs_of_life(
+    script: SimpleNamespace, written: dict[str, Any], tmp_path: Path
+) -> None:
+    class OddLog(MemoryLog):
+        async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
+            raise ValueError("odd")
+
+    async def scenario() -> None:
+        log, config = OddLog(num_partitions=2), config_file.resolve(written).config
+        plan = RunPlan(script.run_started(), (script.job_spec(),), False)
+        signs = asyncio.create_task(give_signs_of_life(log, plan.started, is_new=False))
+        location = RunLocation(KafkaSettings(bootstrap_servers="127.0.0.1:1"), "", tmp_path)
+        run = RunContext(log, ArtifactStore(str(tmp_path)), plan, Supervisor([], tmp_path), signs)
+        conducting = Conductor(log, plan)
+        await conducting.start(*background_work(WorkspaceLease(location, None), run, config, print))
+        try:
+            async with asyncio.timeout(20):
+                with pytest.raises(ValueError, match="odd"):
+                    await conducting.wait_for(lambda: None)
+        finally:
+            await conducting.close()
+
+    asyncio.run(scenario())

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from rollstream.eventlog.broker.restarts import MAX_RESTARTS
+from rollstream.harness.services import supervisor as supervisor_module
 from rollstream.harness.services.supervisor import MAX_RELAYED, SILENCE_S, WARN_S, ChildSpec, LogRelay, Supervisor
 from rollstream.schemas.errors import RunFailedError
 
@@ -216,6 +217,25 @@ def test_a_child_that_does_not_end_is_killed_after_the_grace_period(tmp_path: Pa
         pid = supervisor.pids()["one"]
         await supervisor.stop()
         assert not psutil.pid_exists(pid)
+
+    asyncio.run(scenario())
+
+
+def test_without_a_log_children_of_all_ranks_are_stopped_at_once_and_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "GRACE_WITHOUT_LOG_S", 0.3)
+
+    async def scenario() -> None:
+        specs = [spec(f"rank-{rank}", STUBBORN, rank=rank) for rank in range(3)]
+        supervisor = Supervisor(specs, tmp_path, has_log=lambda: False)
+        supervisor.start()
+        for one in specs:
+            await wait_until(lambda name=one.name: "up" in (tmp_path / f"{name}.log").read_text())
+        pids = supervisor.pids().values()
+        async with asyncio.timeout(10):
+            await supervisor.stop()
+        assert all(is_gone(pid) for pid in pids)
 
     asyncio.run(scenario())
 
