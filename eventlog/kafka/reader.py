@@ -6,6 +6,7 @@ without a consumer group or commits.
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
@@ -94,6 +95,8 @@ class KafkaReader:
             records = await self._polling.take(max(0.0, deadline - loop.time()), max_records)
             for record in records:
                 self._next[TopicPartition(record.topic, record.partition)] = record.offset + 1
+            if not records:
+                self._pass_over_control_records()
             if records or loop.time() >= deadline:
                 return records
 
@@ -106,6 +109,16 @@ class KafkaReader:
         self._polling.forget([where])
         self._consumer.seek(kafka_partition(self._kafka, where), offset)
         self._next[where] = offset
+
+    def _pass_over_control_records(self) -> None:
+        """Move on to where aiokafka has read without a record: it skips the ends of transactions, which other programs
+        may write. Without an await since nothing was taken, so that it has not found records meanwhile.
+        """
+        assignment: Any = self._consumer._subscription.subscription.assignment
+        for where, known in self._next.items():
+            state = assignment.state_value(kafka_partition(self._kafka, where))
+            if state.has_valid_position:
+                self._next[where] = max(known, state.position)
 
     async def close(self) -> None:
         """Disconnect."""

@@ -86,7 +86,7 @@ class AssembleShell:
         Raises LogError if an earlier send failed or records between two batches are missing, FoldError if the fold
         raises on every record.
         """
-        first = batch.records[0].offset
+        first = batch.first_offset
         known = self._partitions.get(batch.partition)
         if known is None:
             known = self._partitions[batch.partition] = _Partition(assembly.initial(first))

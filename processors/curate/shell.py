@@ -131,7 +131,7 @@ class CurateShell:
         Raises LogError if sending fails or records between two batches are missing, FoldError if the fold raises on
         every record, or on one that it has already answered.
         """
-        first = batch.records[0].offset
+        first = batch.first_offset
         if self._fold is None:
             await self.prepare(batch.partition, first)
         fold = self._fold

@@ -26,6 +26,13 @@ class Batch:
     generation: int
     """Generation of the assignment under which they were fetched; counted by `Host.generation`."""
     records: list[Record]
+    begin: int | None = None
+    """Offset after the batch before; from there to the first record are only control records. None: there are none."""
+
+    @property
+    def first_offset(self) -> int:
+        """Offset of the first record, or of the control records before it."""
+        return self.records[0].offset if self.begin is None else self.begin
 
 
 @dataclass(slots=True)
@@ -92,6 +99,7 @@ class Placed(Protocol):
     """The interface of the host's consumer."""
 
     wanted: Mapping[TP, int]
+    passed: Mapping[TP, tuple[int, int]]
     flow_active: bool
 
     def check_membership(self) -> None:
@@ -156,14 +164,17 @@ class Host(faust.App):
         return cast(Placed, self.consumer).flow_active
 
     def positions(self) -> dict[TopicPartition, int | None]:
-        """Offset of the next record to fold, by assigned partition; None if the consumer has no position yet."""
+        """Offset of the next record to fold, by assigned partition, after control records that no other record follows;
+        None if the consumer has no position yet."""
         found: dict[TopicPartition, int | None] = {}
+        placed = cast(Placed, self.consumer)
         for tp in cast(set[TP], self.consumer.assignment()):
             shell = self.shell_of(tp)
             if shell is not None:
                 position = shell.position(tp.partition)
-                begin = cast(Placed, self.consumer).wanted.get(tp)
-                found[TopicPartition(shell.topic, tp.partition)] = begin if position is None else position
+                position = placed.wanted.get(tp) if position is None else position
+                first, end = placed.passed.get(tp, (None, None))
+                found[TopicPartition(shell.topic, tp.partition)] = position if position != first else end
         return found
 
     def is_ready(self, tp: TP) -> bool:

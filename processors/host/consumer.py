@@ -81,6 +81,7 @@ class Consumer(driver.Consumer):
     app: Host  # pyright: ignore[reportIncompatibleVariableOverride]
     _thread: _Thread  # pyright: ignore[reportIncompatibleVariableOverride]
     _set_right_at = 0.0
+    _num_polls = 0
 
     def _new_consumer_thread(self) -> _Thread:
         return _Thread(self, loop=self.loop, beacon=self.beacon)
@@ -93,6 +94,7 @@ class Consumer(driver.Consumer):
         rebalance may arrive late, from the earlier position; fetched records that were not delivered are fetched again
         when no others arrive.
         """
+        self._num_polls += 1
         found, active = await self._next_records(timeout)
         generation = self.app.generation
         if found is None or self.should_stop or not self.flow_active:
@@ -103,10 +105,11 @@ class Consumer(driver.Consumer):
             for first in range(0, len(fetched), BATCH_RECORDS):
                 if not self.flow_active or self.app.generation != generation:
                     return
+                begin = self.wanted.get(tp)
                 some = await self._consecutive(tp, fetched[first : first + BATCH_RECORDS])
                 if some:
                     self.app.queued[tp.topic] += 1
-                    yield tp, self._message_of(tp, some, generation)
+                    yield tp, self._message_of(tp, some, generation, begin)
         if not found and time.monotonic() >= self._set_right_at + IDLE_S:
             self._set_right_at = time.monotonic()
             await self._set_right(generation)
@@ -132,7 +135,8 @@ class Consumer(driver.Consumer):
         ready = {tp for tp in active_partitions or () if self.app.is_ready(tp)}
         if not ready:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.app.changed.wait(), NO_POSITION_S)
+                async with asyncio.timeout(NO_POSITION_S):
+                    await self.app.changed.wait()
             return None
         is_complete = len(ready) == len(active_partitions or ())
         return await super()._getmany(ready, timeout if is_complete else HELD_POLL_S)
@@ -154,13 +158,23 @@ class Consumer(driver.Consumer):
         wanted = self.wanted.get(tp)
         if wanted is None:
             return []
-        if fetched[0].offset > wanted:
-            await self.seek(tp, wanted)
+        if fetched[0].offset > wanted and not await self._are_control_records(tp, wanted):
             return []
         some = [one for one in fetched if one.offset >= wanted]
         if some:
             self.wanted[tp] = some[-1].offset + 1
         return some
+
+    async def _are_control_records(self, tp: TP, wanted: int) -> bool:
+        """Whether only control records, which aiokafka skips, are between the expected offset and the one that it has
+        reached: it was sought by an earlier poll, and nothing was delivered since. Otherwise it is sought now.
+        """
+        offset, poll = self.sought.get(tp, (-1, 0))
+        if offset == wanted and poll < self._num_polls:
+            return True
+        self.sought[tp] = (wanted, self._num_polls)
+        await self.seek(tp, wanted)
+        return False
 
     async def _set_right(self, generation: int) -> None:
         """No fetch is in flight: seek each partition back to its next undelivered offset."""
@@ -171,9 +185,11 @@ class Consumer(driver.Consumer):
         for tp in assigned:
             if not self.flow_active or self.app.generation != generation:
                 return
-            wanted = self.wanted[tp]
-            if await self.position(tp) != wanted:
+            wanted, position = self.wanted[tp], await self.position(tp)
+            if position is None or position < wanted:
                 await self.seek(tp, wanted)
+            elif position > wanted and await self._are_control_records(tp, wanted):
+                self.passed[tp] = (wanted, position)
 
     async def perform_seek(self) -> None:
         """Start at the committed offsets, or at the oldest retained offset without a commit.
@@ -193,7 +209,7 @@ class Consumer(driver.Consumer):
         for tp in assigned:
             if not self.committed_offsets_read.get(tp):  # the others are already positioned
                 await self.seek(tp, wanted[tp])
-        self.wanted = wanted
+        self.wanted, self.sought, self.passed = wanted, {}, {}
         for tp in assigned:
             self.app.prepare(tp, wanted[tp], self._thread.client.metadata_read(tp.topic, tp.partition))
 
@@ -223,6 +239,17 @@ class Consumer(driver.Consumer):
         return {}
 
     @cached_property
+    def sought(self) -> dict[TP, tuple[int, int]]:
+        """The expected offset that was last sought because others were fetched, and the number of the poll that had
+        fetched them, by partition."""
+        return {}
+
+    @cached_property
+    def passed(self) -> dict[TP, tuple[int, int]]:
+        """The next offset to deliver, and the end of the control records there, by partition that ends with some."""
+        return {}
+
+    @cached_property
     def committing(self) -> dict[TP, tuple[int, str]]:
         """The offset to commit next, or committed last, and its metadata, by partition."""
         return {}
@@ -243,9 +270,9 @@ class Consumer(driver.Consumer):
         before it."""
         return {}
 
-    def _message_of(self, tp: TP, fetched: list[ConsumerRecord], generation: int) -> ConsumerMessage:
+    def _message_of(self, tp: TP, fetched: list[ConsumerRecord], generation: int, begin: int | None) -> ConsumerMessage:
         topic = self._short(tp)
-        batch = Batch(tp.partition, generation, [_record_of(topic, one) for one in fetched])
+        batch = Batch(tp.partition, generation, [_record_of(topic, one) for one in fetched], begin)
         last = fetched[-1]
         return ConsumerMessage(
             tp.topic,
@@ -321,7 +348,7 @@ class Consumer(driver.Consumer):
 
     def _next_generation(self) -> None:
         self.reached.update(self.wanted)
-        self.wanted = {}
+        self.wanted, self.sought, self.passed = {}, {}, {}
         self.app.next_generation()
 
 
