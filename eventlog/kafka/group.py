@@ -139,8 +139,11 @@ class KafkaGroupReader(ConsumerRebalanceListener):
             raise FencedError(f"group {self._group} has assigned a partition to another member: {error}") from error
 
     async def _is_settled(self, timeout_s: float) -> bool:
+        if self._settled.is_set():
+            return True
         try:
-            await asyncio.wait_for(self._settled.wait(), max(0.0, timeout_s))
+            async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 may forget that it was cancelled
+                await self._settled.wait()
         except TimeoutError:
             return False
         return True

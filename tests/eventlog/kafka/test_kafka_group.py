@@ -152,3 +152,25 @@ def test_a_member_that_stood_still_is_fenced_when_it_comes_back(kafka: KafkaSett
             await member.close()
 
     run(kafka, scenario)
+
+
+def test_a_poll_that_is_cancelled_as_partitions_are_assigned_ends(kafka: KafkaSettings) -> None:
+    async def scenario(log: KafkaLog, group: str) -> None:
+        member = await log.group_reader(group, ["tasks"])
+        assert isinstance(member, KafkaGroupReader)
+        await owns(member, EVERYTHING)
+        while not member._settled.is_set():
+            await asyncio.sleep(0.02)
+        for num_turns in range(4):  # of the event loop between the two
+            member._settled.clear()
+            polling = asyncio.create_task(member.poll(timeout_s=2))
+            await asyncio.sleep(0.05)
+            member._settled.set()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            if polling.cancel():  # else it has records already
+                with pytest.raises(asyncio.CancelledError):
+                    await polling
+        await member.close()
+
+    run(kafka, scenario)
