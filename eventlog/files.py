@@ -21,6 +21,7 @@ TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tokenizer.json", "tokeniz
 BY_TENSOR = "tensors-"
 """Before a hash of `base_sha256` over tensors. Older records have hashes over files."""
 CHUNK_BYTES = 1 << 22
+_HALF_WRITTEN = re.compile(r"[0-9a-f]{16}\.aside")
 _TEMPORARY = re.compile(r"(\.[0-9a-f]{8})?\.aside$")
 MAX_NUMBERS = 256
 """Processes that may have a number in one folder."""
@@ -137,6 +138,11 @@ def write_hashed(pieces: Iterable[bytes | memoryview], folder: Path, name_of: Ca
         path = folder / name_of(hashing.sha256)
         os.replace(temporary, path)
     return HashedFile(path, hashing.sha256, size_bytes)
+
+
+def half_written(folder: Path) -> list[Path]:
+    """Files of a folder that `write_hashed` is writing, or was when its process was killed."""
+    return [path for path in folder.glob("*.aside") if _HALF_WRITTEN.fullmatch(path.name)]
 
 
 def linked(source: Path, path: Path) -> bool:

@@ -25,6 +25,7 @@ from rollstream.eventlog.artifact_retry import NeededSpace, Retry, retrying
 from rollstream.eventlog.files import (
     HashedFile,
     give_name,
+    half_written,
     linked,
     remove_whole,
     sync_folder,
@@ -162,10 +163,13 @@ class CheckpointFolder:
     def prune(self, *, keep_last: int, keep_every: int, needed: Collection[int] = ()) -> None:
         """Remove all but the newest `keep_last`, every version that `keep_every` divides, and those `needed`.
 
-        What a kill left of folders of shards goes too: only this learner writes here, and it is not writing now.
+        What a kill left of folders of shards and of half written files goes too: only this learner writes here, and it
+        is not writing now.
         """
         for path in leftovers_in(self.path):
             shutil.rmtree(path, ignore_errors=True)
+        for path in half_written(self.path):
+            path.unlink(missing_ok=True)
         files = list(checkpoints_in(self.path))
         kept = {*needed, *(version for version, _ in files[-keep_last:])}
         for version, path in files:

@@ -142,6 +142,14 @@ def test_weights_of_checkpoints_that_are_gone_go_too(tmp_path: Path) -> None:
     assert sorted(version for version, _ in weights_in(folder.path)) == [2, 3, 4]
 
 
+def test_files_that_a_kill_left_half_written_are_removed(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, "r/policy")
+    path, weights = folder.save(checkpoint()), folder.write_weights(2, {"w": torch.ones(2)})
+    (folder.path / f"{'0a' * 8}.aside").write_bytes(b"half")
+    folder.prune(keep_last=1, keep_every=1)
+    assert sorted(folder.path.iterdir()) == sorted([path, weights.path])
+
+
 def test_without_hard_links_a_checkpoint_holds_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EXDEV, "another disk")
