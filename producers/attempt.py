@@ -127,14 +127,16 @@ async def record_rollout(
 
     `is_last`: whether a failure is final, because no further attempt is allowed. `clock()` gives event time in ms and
     never goes back. Environment, rewards and engine together have `rollout_timeout_s`. What `emit` raises is
-    raised, and then there is no terminal event. `permissions`: what the task may name. `artifacts`: where artifacts
-    that its inputs name are read. `players`: by agent, in place of the opponents that are drawn for the task.
+    raised, and then there is no terminal event; before the first event, EnvironmentRunError, which is to end the
+    process, if too many reward functions never returned. `permissions`: what the task may name. `artifacts`: where
+    artifacts that its inputs name are read. `players`: by agent, in place of the opponents that are drawn for the task.
     `acknowledged`: of the log, for all emitted so far. `gateway`: where programs outside can play the rollout.
     `before`: what a process that is gone has recorded of this attempt, which is continued.
 
     1. RolloutStarted. 2. Each call and reward as it happens. 3. The environment stops, or is stopped; nothing more is
     recorded. 4. The terminal event.
     """
+    rewards.check_threads()
     settings = task.settings
     journal = Journal(task, ids.rollout_id(task.group_id, member, attempt), emit, clock, acknowledged)
     if before is None:

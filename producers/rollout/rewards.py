@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -14,6 +15,9 @@ from typing import Any, Protocol
 
 from rollstream.schemas.errors import EnvironmentRunError, describe, is_of_users, raised_at
 from rollstream.schemas.events import RewardRecorded, StepRecorded
+
+_abandoned: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+"""Threads whose result nobody waits for any more."""
 
 
 class RewardError(EnvironmentRunError):
@@ -45,6 +49,10 @@ RewardFunction = Callable[[FinishedRollout], Value | Awaitable[Value]]
 
 MAX_REWARD = 1e15
 """Largest absolute reward: sums and squares of so many as a group has are finite in float32, too."""
+MAX_ABANDONED = 512
+"""Maximum threads of functions that go on after their rollouts have timed out: each keeps its rollout in memory. Twice
+the rollouts that a process has at a time by default, so that one outage of what rewards ask ends no process.
+"""
 JUDGE = "judge:"
 """Prefix of the names of agents that only judge; they have no model group and no trajectory."""
 
@@ -128,9 +136,26 @@ async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | N
         with contextlib.suppress(RuntimeError):  # too late: the loop is closed
             loop.call_soon_threadsafe(resolve, outcome)
 
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(call,), name="reward", daemon=True).start()
-    return await answer
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(call,), name="reward", daemon=True)
+    thread.start()
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        _abandoned.add(thread)
+        raise
+
+
+def check_threads() -> None:
+    """Raises EnvironmentRunError if too many functions still run although nobody waits for them any more.
+
+    No thread can be ended from outside; the process can.
+    """
+    running = [thread for thread in _abandoned if thread.is_alive()]
+    if len(running) > MAX_ABANDONED:
+        raise EnvironmentRunError(
+            f"{len(running)} reward functions still run after their rollouts have timed out, so this process ends to "
+            "be started again; give what they wait for a time-out shorter than rollout_timeout_s"
+        )
 
 
 def check_target(

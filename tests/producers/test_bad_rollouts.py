@@ -8,16 +8,18 @@ import re
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.producers.attempt import record_rollout
+from rollstream.producers.attempt import record_rollout, run_rollout
 from rollstream.producers.clock import EventClock
 from rollstream.producers.rollout import rewards
 from rollstream.producers.rollout.registry import register_environment, register_reward
 from rollstream.producers.steps_writer import MAX_WAITING, Outbox, StepsWriter
+from rollstream.schemas.errors import EnvironmentRunError
 from rollstream.schemas.events import Tick
 from rollstream.schemas.topics import TOPICS
 from tests.producers.conftest import answers, scripted, task_of
@@ -242,6 +244,30 @@ def test_reward_functions_that_never_return_take_nobody_s_thread_and_keep_no_pro
     finally:
         gate.set()
         rescue.cancel()
+
+
+def test_too_many_reward_functions_that_never_return_end_the_process(monkeypatch):
+    monkeypatch.setattr(rewards, "MAX_ABANDONED", 3)
+    gate, rollout = threading.Event(), rewards.FinishedRollout({}, 1, (), (), {}, "done")
+    unused: Any = None
+
+    async def hang(count):
+        hanging = [rewards.evaluate("slow", lambda _: gate.wait(20) or 1.0, rollout) for _ in range(count)]
+        await asyncio.gather(*[asyncio.wait_for(one, 0.1) for one in hanging], return_exceptions=True)
+
+    try:
+        asyncio.run(hang(3))
+        rewards.check_threads()
+        asyncio.run(hang(1))
+        with pytest.raises(EnvironmentRunError, match=r"4 reward functions still run .*; give what they wait for"):
+            asyncio.run(run_rollout(task_of(), member=0, attempt=0, engine=unused, emit=unused, clock=lambda: 0))
+    finally:
+        gate.set()
+    deadline = time.monotonic() + 20
+    while any(thread.name == "reward" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    rewards.check_threads()
 
 
 def test_changes_by_a_reward_function_are_not_in_the_record(play):
