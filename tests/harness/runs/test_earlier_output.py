@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.eventlog.failpoints import Killed, armed
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import RunLocation
 from rollstream.harness.runs.display import Display
@@ -82,6 +83,27 @@ def test_files_of_a_run_that_goes_on_come_back_where_a_kill_came_before_they_had
     take_output_dir(config, "a", is_new=False)
     assert {path.read_text() for path in output.iterdir() if path.is_file()} == {"a"}
     assert {path.read_text() for path in (output / "earlier-2").iterdir()} == {"b"}
+
+
+@pytest.mark.parametrize("num_moved", range(1, 1 + len(MODEL) + len(HISTORY)))
+@pytest.mark.parametrize("then", ["b", "c", "a"])
+def test_files_of_a_run_stay_together_wherever_a_kill_came_while_they_were_moved(
+    written: dict[str, Any], output: Path, num_moved: int, then: str
+) -> None:
+    config = config_file.resolve(written).config
+    take_output_dir(config, "a", is_new=True)
+    leave(output, *HISTORY, *MODEL, text="a")
+    with pytest.raises(Killed), armed("finetune/between-moved-files", num_moved):
+        take_output_dir(config, "b", is_new=True)
+    take_output_dir(config, then, is_new=then != "a")
+    whole = {*HISTORY, *MODEL, "run_id.txt"}
+    if then == "a":
+        assert {path.name for path in output.iterdir() if path.is_file()} == whole
+        assert {path.read_text() for path in output.iterdir() if path.is_file()} == {"a"}
+    else:
+        assert names(output) == {"earlier", "run_id.txt"}
+        assert (output / "run_id.txt").read_text() == then
+        assert names(output / "earlier") == whole
 
 
 def test_a_folder_that_the_base_model_comes_from_stays_whole(written: dict[str, Any], output: Path) -> None:
