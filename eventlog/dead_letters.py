@@ -201,7 +201,7 @@ class DeadLetterIndex:
         self._log = log
         self._topics = topics
         self._begin: int | None = None
-        """Offset of `dlq` from which it has been read."""
+        """Offset of `dlq` from which on no letter is missing."""
         self.num_read = 0
         """Number of records of `dlq` read so far: shows that a long read makes progress."""
         self._next_offset = 0
@@ -220,9 +220,11 @@ class DeadLetterIndex:
             since = max(since, begin) if since <= end else begin
             if self._begin is None:
                 self._begin = self._next_offset = since
-            if since < self._begin:
-                await self._read(since, self._begin)
-                self._begin = since
+            while since < self._begin:
+                known_from = self._begin
+                await self._read(since, known_from)
+                if self._begin == known_from:  # otherwise, letters were forgotten meanwhile
+                    self._begin = since
             await self._read(self._next_offset, end)
             self._next_offset = max(self._next_offset, end)
             self._waiting = {
@@ -258,11 +260,18 @@ class DeadLetterIndex:
         return self._fold_errors.setdefault(where, set())
 
     def needed_from(self, where: TopicPartition, commit_offset: int) -> int:
-        """The offset of `dlq` to read from for a partition that is read again from the low-water mark `mark`.
+        """The offset of `dlq` to read from for a partition that is read again from its commit offset.
 
-        Marks only grow from one `refresh` to the next.
+        Commit offsets only grow from one `refresh` to the next. Letters about earlier records are forgotten: `refresh`
+        reads them again for an assignment that begins before this offset, because the commit was lost.
         """
         waiting = self._waiting.get(where)
         while waiting and waiting[0][1] < commit_offset:
-            waiting.popleft()
+            letter, offset = waiting.popleft()
+            self._forget(where, offset, letter)
         return waiting[0][0] if waiting else self._next_offset
+
+    def _forget(self, where: TopicPartition, offset: int, letter: int) -> None:
+        self._letters[where].pop(offset, None)
+        self._fold_errors.get(where, set[int]()).discard(offset)
+        self._begin = max(self._begin or 0, letter + 1)

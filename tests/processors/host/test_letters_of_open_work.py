@@ -38,6 +38,26 @@ def test_letters_are_needed_from_the_first_one_about_what_is_read_again():
     asyncio.run(go())
 
 
+def test_letters_about_what_is_not_read_again_are_forgotten_and_read_for_an_older_assignment():
+    async def go():
+        log = CountingLog(num_partitions=1)
+        for offset in range(10):
+            await add_dead_letter(log, offset)
+        found = DeadLetterIndex(log)
+        await found.refresh()
+        offsets, poison = found.offsets(STEPS), found.poison(STEPS)
+        assert found.needed_from(STEPS, 7) == 7
+        assert offsets == poison == {7, 8, 9}
+        await found.refresh(7)
+        assert offsets == {7, 8, 9}
+        counted(log)
+        await found.refresh(4)  # the commit was lost
+        assert counted(log)["dlq"] == 6  # from there to the end
+        assert offsets == poison == {4, 5, 6, 7, 8, 9}
+
+    asyncio.run(go())
+
+
 def test_letters_before_are_read_when_an_older_assignment_needs_them():
     async def go():
         log = CountingLog(num_partitions=2)
