@@ -178,12 +178,13 @@ class Database:
             self._idle.notify_all()
 
     def close(self) -> None:
-        """Fold the write-ahead log into the file and let go of it."""
-        try:
-            self._connection.execute("CHECKPOINT")
-        except duckdb.Error as error:
-            logger.warning("the write-ahead log of %s was kept for the next start: %s", self.path, one_line(error))
-        self._connection.close()
+        """Fold the write-ahead log into the file and let go of it, after a write of another thread."""
+        with self._idle:
+            try:
+                self._connection.execute("CHECKPOINT")
+            except duckdb.Error as error:
+                logger.warning("the write-ahead log of %s was kept for the next start: %s", self.path, one_line(error))
+            self._connection.close()
 
     def check_in_place(self) -> None:
         """Raises MetricsFileError if the file was removed or replaced: what is written would be lost with it."""

@@ -1,8 +1,12 @@
 """A projector that is asked to end: it finishes what is left, but not a long catch-up."""
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
+import duckdb
 import pytest
 
 from rollstream.eventlog.log import TopicPartition
@@ -40,3 +44,24 @@ def test_after_a_stop_in_a_long_catch_up_one_transaction_is_finished(
     finally:
         database.close()
     assert offset == LONG if is_whole else offset <= 2 * (BATCH_ROWS + POLL_RECORDS)
+
+
+def test_a_file_is_closed_only_once_another_thread_does_not_use_it_any_more(tmp_path: Path) -> None:
+    """A transaction whose task was cancelled goes on in its thread."""
+    database = Database(empty_file(tmp_path))
+    is_in_use, is_over = threading.Event(), threading.Event()
+
+    def use(connection: duckdb.DuckDBPyConnection) -> list[Any]:
+        is_in_use.set()
+        assert is_over.wait(20)
+        return connection.execute("SELECT 7").fetchall()
+
+    with ThreadPoolExecutor() as threads:
+        using = threads.submit(database.fork, use)
+        assert is_in_use.wait(20)
+        closing = threads.submit(database.close)
+        wait([closing], timeout=0.2)
+        assert not closing.done()
+        is_over.set()
+        assert using.result(20) == [(7,)]
+        closing.result(20)
