@@ -165,14 +165,14 @@ class Pages:
     """Tables in the order in which blocks refer to them, each class once."""
 
     def __init__(self) -> None:
-        self.tables: dict[tuple[type, ...], Table] = {}
+        self.tables: dict[tuple[type[BaseModel], ...], Table] = {}
 
     def add(self, title: str, kind: Any, level: int = 3) -> None:
         """Add a block and those in it."""
-        members = tuple(members_of(kind))
-        if not members or members in self.tables:
+        members = members_of(kind)
+        if not members or tuple(members) in self.tables:
             return
-        self.tables[members] = Table(title, kind, level)
+        self.tables[tuple(members)] = Table(title, kind, level)
         if len(members) > 1:
             for base in (one for one in SHARED if any(issubclass(member, one) for member in members)):
                 self.add(f"{title}: {SHARED[base]}", base, 5)
@@ -268,12 +268,13 @@ def sections(blocks: Mapping[str, Any], pages: Pages) -> Iterator[str]:
         pages.add(title, kind)
     for members, table in list(pages.tables.items())[known:]:
         yield f"\n{'#' * table.level} {table.title}\n"
-        if len(members) > 1:
+        model, *others = members
+        if others:
             yield "One of: " + ", ".join(f"[{tag_of(one)}]{pages.link(one).partition(']')[2]}" for one in members) + "."
             continue
-        yield INTRODUCTIONS.get(members[0]) or _paragraphs(members[0])
+        yield INTRODUCTIONS.get(model) or _paragraphs(model)
         yield ""
-        yield from rows(members[0], pages)
+        yield from rows(model, pages)
 
 
 def _paragraphs(model: type[BaseModel]) -> str:
