@@ -110,7 +110,7 @@ class ExportLog(OpenedByBlock):
         """Identity of the cluster that the run was on."""
         return self.manifest.cluster_id
 
-    async def ensure_topics(self, *, num_partitions: int) -> None:
+    async def ensure_topics(self, *, num_partitions: int | None = None) -> None:
         """Raises LogError."""
         self._refuse()
 
