@@ -7,7 +7,7 @@ import pytest
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.kafka import KafkaSettings
-from tests.rigs.transactions import own_topics, write_transactions
+from tests.rigs.services.transactions import own_topics, write_transactions
 
 pytestmark = pytest.mark.kafka
 STEPS = TopicPartition("steps", 0)

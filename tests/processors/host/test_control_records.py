@@ -10,8 +10,8 @@ from rollstream.processors.assemble.shell import AssembleShell
 from rollstream.processors.host.host import create_host
 from rollstream.processors.host.watchdog import watch
 from rollstream.schemas.kafka import KafkaSettings
+from tests.rigs.services.transactions import own_topics, write_transactions
 from tests.rigs.steps_rig import started
-from tests.rigs.transactions import own_topics, write_transactions
 
 pytestmark = pytest.mark.kafka
 STEPS = TopicPartition("steps", 0)
