@@ -274,7 +274,7 @@ def test_keys_and_names_of_an_algorithm_are_checked_when_the_file_is_read(
         ({"name": CISPO, "clip_high": 0}, f"{at}.clip_high: Input should be greater than 0"),
         ({"name": CISPO, "mini_batches": 0}, f"{at}.mini_batches: is 0; input should be greater than or equal to 1"),
         ({"name": CISPO, "declared": {"pairs": True}}, f"{at}.declared: unknown key; known keys: advantage, "),
-        ({"name": "gspo", "kl_coefficient": 0.1}, f"{at}.kl_coefficient: unknown key; only grpo, "),
+        ({"name": "gspo", "ratio_max": 2}, f"{at}.ratio_max: unknown key; only dppo, "),
         ({"name": "dr_grpo"}, f"{at}.name: 'dr_grpo' is unknown; did you mean grpo with advantage: group_mean and agg"),
         ({"name": "grpoo"}, f"{at}.name: 'grpoo' is unknown; did you mean grpo?"),
         ({"name": "qqq"}, f"{at}.name: 'qqq' is unknown; known algorithms: cispo, dpo, dppo, expert_iteration, "),
