@@ -12,6 +12,7 @@ from rollstream.harness.runs.plan import examples_of, weighted_as_recorded
 from rollstream.harness.runs.preflight import check_datasets, check_names
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobStarted
+from rollstream.schemas.policy_gradient import GdpoSettings
 from rollstream.schemas.settings import RolloutSettings
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic_evaluator.yaml"
@@ -174,7 +175,9 @@ def test_an_algorithm_that_adds_rewards_up_by_itself_weighs_them_as_the_run_does
         rewards=["form"],
         reward_weights={"form": 2.0},
     )
-    assert jobs_of(found, "run-1")[-1].job.algorithm.reward_weights == weights
+    algorithm = jobs_of(found, "run-1")[-1].job.algorithm
+    assert isinstance(algorithm, GdpoSettings)
+    assert algorithm.reward_weights == weights
 
 
 def test_recorded_rollouts_keep_the_rewards_that_they_came_with(config):

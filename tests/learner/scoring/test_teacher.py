@@ -159,7 +159,7 @@ def test_a_teacher_without_a_tokenizer_must_know_as_many_ids(lab: Any, tiny_mode
 def resize(model: Path, num_rows: int) -> None:
     """Give a model so many more rows of embeddings, with the tokenizer that it has."""
     module = AutoModelForCausalLM.from_pretrained(model)
-    module.resize_token_embeddings(len(module.get_input_embeddings().weight) + num_rows)
+    module.resize_token_embeddings(module.config.vocab_size + num_rows)
     module.save_pretrained(model)
 
 
