@@ -35,7 +35,6 @@ FAILPOINTS: dict[str, str] = {
     "learner/between-checkpoint-and-publish": "the checkpoint is on disk, the log does not know its version",
     "learner/between-step-and-weights": "StepTrained is acknowledged, WeightsPublished is not sent",
     "learner/between-collected-and-removed": "WeightsCollected is acknowledged, its files are still there",
-    "finetune/between-moved-files": "a file of an earlier run's output is moved away, others are not",
     "metrics/inside-transaction": "rows and offsets are written, the transaction is open",
     "metrics/after-transaction": "the transaction is finished, its offsets are not remembered",
 }

@@ -18,7 +18,7 @@ from rollstream.learner.algorithms import off_policy, table
 from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointPosition, part
 from rollstream.learner.model.collate import check_lengths, check_token_ids, holder_of
-from rollstream.learner.model.loading import check_head, num_positions
+from rollstream.learner.model.loading import num_positions, warn_of_head
 from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
 from rollstream.learner.model.micro_batch import TrainRow
 from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
@@ -84,7 +84,7 @@ class JobTrainer:
         ranks = ranks.of_job(job.job_id)
         with ranks.together(LOAD, job.model_dump_json().encode()):
             self.model = policy_of(self._settings.model, ranks, seed=seed, path=path)
-        check_head(self.model.settings, self.model.compute_dtype, is_plain=self.model.selects_logprobs)
+        warn_of_head(self.model.settings, self.model.compute_dtype, is_plain=self.model.selects_logprobs)
         if self._settings.revision >= 2:
             self.model.use_dropout(not algorithm.needs.compares_logprobs)
         self.model.compute_as(self._settings.revision)

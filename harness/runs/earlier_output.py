@@ -5,13 +5,12 @@ A folder never mixes two runs: the histories of a failed run would otherwise lie
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import orjson
 
-from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.files import move, write_whole
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
@@ -54,7 +53,7 @@ def take_output_dir(
     folder = config.finetuning.output_dir
     owner = _owner(folder)
     earlier = move_earlier_output(config, env) if is_new or owner not in (None, run_id) else None
-    if not is_new:  # also where `owner` is none or the run itself: a kill may have come in between
+    if not is_new and owner != run_id:  # none, too: a kill may have come in between
         _bring_back(folder, run_id)
     if owner != run_id:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,35 +86,25 @@ def move_earlier_output(config: RunConfig, env: Mapping[str, str] = os.environ) 
 
     Models of several model groups lie in a folder for each: those of this run's groups are moved, and those that an
     earlier run has listed. Other files stay, and so does every file of a folder that holds a base model of this run.
-
-    1. The folder gets the name of the run. 2. Files beside weights, and histories, are moved, 3. then weights, by which
-    the others are known, and last the list of groups. 4. The run's name is removed here. After a kill, the next call
-    continues in the same folder.
     """
     folder, bases = config.finetuning.output_dir, _bases(config, env)
     folders = [folder, *(folder / name for name in sorted({*_groups(config), *_listed(folder)}))]
     found = {one: _of_a_run(one) for one in folders if one.resolve() not in bases}
     if not any(found.values()):
         return None
-    owner = _owner(folder) if folder in found else None
-    begun = [path for path in folder.glob(f"{EARLIER}*") if owner is not None and _owner(path) == owner]
-    earlier = begun[0] if begun else _free(folder)
-    if owner is not None:
-        earlier.mkdir(exist_ok=True)
-        write_whole(earlier / OWNER, owner, is_private=False)
+    earlier = next(path for path in _names(folder) if not os.path.lexists(path))
+    if folder in found and (folder / OWNER).is_file():
+        found[folder].append(folder / OWNER)
     for one, paths in reversed(found.items()):
         target = earlier / one.relative_to(folder)
         if one != folder and (one.is_symlink() or os.path.ismount(one)):  # its files stay on their file system
-            target = _free(one)
+            target = next(path for path in _names(one) if not os.path.lexists(path))
         for path in paths:
             target.mkdir(parents=True, exist_ok=True)
             move(path, target / path.name)
-            failpoint("finetune/between-moved-files")
         if paths and one != folder:
             with suppress(OSError):  # it has files of others, too
                 one.rmdir()
-    if owner is not None:
-        (folder / OWNER).unlink()
     return earlier
 
 
@@ -143,16 +132,17 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _of_a_run(folder: Path) -> list[Path]:
-    """A run's files in the order in which they are moved: those by which the others are known come last."""
+    """A run's files in the order in which they are moved: those by which the others are known come last, because a kill
+    may come in between.
+    """
     weights, histories = _found(folder, WEIGHTS), _found(folder, HISTORIES)
     found = [*(_found(folder, BESIDE_WEIGHTS) if weights else ()), *histories, *weights]
     return sorted(found, key=lambda path: path.name == GROUPS)
 
 
-def _free(folder: Path) -> Path:
-    """The first of `earlier`, `earlier-2`, ... that does not exist in a folder."""
-    names = itertools.chain([EARLIER], (f"{EARLIER}-{number}" for number in itertools.count(2)))
-    return next(path for path in map(folder.joinpath, names) if not os.path.lexists(path))
+def _names(folder: Path) -> Iterator[Path]:
+    yield folder / EARLIER
+    yield from (folder / f"{EARLIER}-{number}" for number in itertools.count(2))
 
 
 def _bases(config: RunConfig, env: Mapping[str, str]) -> set[Path]:

@@ -1,6 +1,7 @@
 """A base model as a job's settings hold it: in 16 or 4 bits, with adapters, checkpointed, compiled. Trains nothing."""
 
 import copy
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,8 @@ from rollstream.schemas.devices import MODEL_LOADING, device_of
 from rollstream.schemas.errors import ModelError, is_out_of_memory
 from rollstream.schemas.settings import NF4, LoraSettings, ModelSettings
 from rollstream.schemas.variables import one_line
+
+logger = logging.getLogger(__name__)
 
 SHARED_BASES: "WeakValueDictionary[tuple[Any, ...], torch.nn.Module]" = WeakValueDictionary()
 """Base models below the adapters of this process's policies, by the settings that decide their parameters; gone with
@@ -189,12 +192,13 @@ def has_plain_head(module: Any) -> bool:
     return torch.equal(head(hidden), module(input_ids=ids, use_cache=False).logits)
 
 
-def check_head(settings: ModelSettings, compute_dtype: torch.dtype, *, is_plain: bool) -> None:
-    """Raises ModelError if `fp32_head` is set for a head that is not computed apart from the model."""
+def warn_of_head(settings: ModelSettings, compute_dtype: torch.dtype, *, is_plain: bool) -> None:
+    """Log if `fp32_head` is set for a head that is not computed apart from the model, so that it has no effect."""
     if settings.fp32_head and compute_dtype != torch.float32 and not is_plain:
-        raise ModelError(
-            f"model {settings.path}: fp32_head computes logits that are a linear map of the last hidden states, and "
-            "this model caps, scales or adapts them; leave model.fp32_head out, or set model.dtype to float32"
+        logger.warning(
+            "model=%s caps, scales or adapts its logits, so fp32_head has no effect: it is for those that are a linear "
+            "map of the last hidden states; leave model.fp32_head out, or set model.dtype to float32",
+            settings.path,
         )
 
 

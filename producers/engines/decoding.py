@@ -97,6 +97,8 @@ class Lane:
         """Rows by slot; None for a free one."""
         self._how: SamplingBatch | None = None
         self._num_steps = 0
+        self._is_spoiled = False
+        """Whether the pool may hold NaNs, which would spoil later rows, masked or not."""
 
     @property
     def rows(self) -> list[DecodingRow]:
@@ -199,6 +201,8 @@ class Lane:
         return [DecodingRow(*fields) for fields in zip(tickets, prompts, limits, noise, strict=True)]
 
     def _seat(self, rows: Sequence[DecodingRow]) -> None:
+        if not self.rows:
+            self.pool.begin(len(rows), max(len(row.prompt) for row in rows) + 1)
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         for row in rows:
             if free:
@@ -311,6 +315,7 @@ class Lane:
                 self.prefixes.remove(row.kept)
         sound = [row for row in rows if all(map(math.isfinite, row.logprobs))]
         if len(sound) < len(rows):
+            self._is_spoiled = True
             self.pool.blank([row.slot for row in rows if row not in sound])
         if sound and self.prefixes.max_bytes:
             try:
@@ -321,7 +326,8 @@ class Lane:
                 self.prefixes.clear()  # the answers are there all the same
         if not self.rows:
             self._rows.clear()
-            self.pool.clear()
+            self.pool.free() if self._is_spoiled else self.pool.clear()  # rows that were moved left copies
+            self._is_spoiled = False
         for row in rows:
             row.let_go()
         self._how = None
@@ -336,6 +342,9 @@ class Lane:
         if not self.rows:
             self._rows.clear()
             self.pool.free()  # what is in it is not known
+            self._is_spoiled = False
+        else:
+            self._is_spoiled |= not all(math.isfinite(value) for row in rows for value in row.logprobs)
         for row in rows:
             row.let_go()
         self._how = None

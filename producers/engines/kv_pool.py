@@ -74,6 +74,14 @@ class KVPool(Cache):
         if self.size_bytes > KEPT_BYTES:
             self.free()
 
+    def begin(self, num_slots: int, num_columns: int) -> None:
+        """Free the memory that rows of before have left unless the first new ones fit, so that it is neither copied nor
+        multiplied: many short rows, then a long one.
+        """
+        slots, columns = self._data.shape[2:4]
+        if num_slots > slots or num_columns > columns:
+            self.free()
+
     def free(self) -> None:
         """Forget the rows and free their memory."""
         self._data = self._empty(0, 0)

@@ -17,9 +17,8 @@ NOT_REACHED = {
     "gateway/after-end-before-answer": "tests/producers/gateway/test_gateway_repeats.py",
     "learner/within-scores-of-group": "tests/learner/parallel/test_references_of_several.py",
     "learner/between-scores-of-groups": "tests/learner/scoring/test_scores.py",
-    "finetune/between-moved-files": "tests/harness/runs/test_earlier_output.py",
 }
-"""Failpoints that a run without gateway, reference or earlier output does not reach, and the test that kills there."""
+"""Failpoints that a run without a gateway and a reference does not come to, and the test that kills there."""
 
 
 def test_a_run_that_is_killed_once_at_every_failpoint_comes_to_its_end(project: Any) -> None:

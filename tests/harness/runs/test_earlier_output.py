@@ -2,15 +2,16 @@
 
 import asyncio
 import io
+import os
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollstream.eventlog.failpoints import Killed, armed
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import RunLocation
+from rollstream.harness.runs import earlier_output
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.earlier_output import list_groups, move_earlier_output, take_output_dir
 from rollstream.harness.runs.run_context import RunRequest, WorkspaceLease, connected
@@ -85,27 +86,6 @@ def test_files_of_a_run_that_goes_on_come_back_where_a_kill_came_before_they_had
     assert {path.read_text() for path in (output / "earlier-2").iterdir()} == {"b"}
 
 
-@pytest.mark.parametrize("num_moved", range(1, 1 + len(MODEL) + len(HISTORY)))
-@pytest.mark.parametrize("then", ["b", "c", "a"])
-def test_files_of_a_run_stay_together_wherever_a_kill_came_while_they_were_moved(
-    written: dict[str, Any], output: Path, num_moved: int, then: str
-) -> None:
-    config = config_file.resolve(written).config
-    take_output_dir(config, "a", is_new=True)
-    leave(output, *HISTORY, *MODEL, text="a")
-    with pytest.raises(Killed), armed("finetune/between-moved-files", num_moved):
-        take_output_dir(config, "b", is_new=True)
-    take_output_dir(config, then, is_new=then != "a")
-    whole = {*HISTORY, *MODEL, "run_id.txt"}
-    if then == "a":
-        assert {path.name for path in output.iterdir() if path.is_file()} == whole
-        assert {path.read_text() for path in output.iterdir() if path.is_file()} == {"a"}
-    else:
-        assert names(output) == {"earlier", "run_id.txt"}
-        assert (output / "run_id.txt").read_text() == then
-        assert names(output / "earlier") == whole
-
-
 def test_a_folder_that_the_base_model_comes_from_stays_whole(written: dict[str, Any], output: Path) -> None:
     leave(output, *MODEL)
     written["trainer_adapters"]["a"]["model"]["path"] = str(output)
@@ -117,6 +97,29 @@ def test_configuration_files_without_a_model_are_not_an_earlier_run(written: dic
     leave(output, "config.json", "tokenizer.json")
     assert move_earlier_output(config_file.resolve(written).config) is None
     assert names(output) == {"config.json", "tokenizer.json"}
+
+
+@pytest.mark.parametrize("num_moved", range(len(MODEL) + len(HISTORY)))
+def test_no_file_of_an_earlier_run_stays_where_a_kill_came_between_two_moves(
+    written: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch, num_moved: int
+) -> None:
+    config = config_file.resolve(written).config
+    leave(output, *MODEL, *HISTORY)
+    moved: list[Path] = []
+
+    def move(path: Path, target: Path) -> None:
+        if len(moved) == num_moved:
+            raise KeyboardInterrupt
+        moved.append(target)
+        os.replace(path, target)
+
+    monkeypatch.setattr(earlier_output, "move", move)
+    with pytest.raises(KeyboardInterrupt):
+        move_earlier_output(config)
+    monkeypatch.undo()
+    move_earlier_output(config)
+    found = [path.name for path in output.rglob("*") if path.is_file() and path.parent != output]
+    assert sorted(found) == sorted([*MODEL, *HISTORY])
 
 
 def several_groups(written: dict[str, Any]) -> dict[str, Any]:

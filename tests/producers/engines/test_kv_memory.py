@@ -215,13 +215,25 @@ def test_rows_after_a_version_of_nan_are_sound(folder, versions, tmp_path):
     save_file({name: value * torch.nan for name, value in state.items()}, tmp_path / "diverged.safetensors")
 
     async def work(engine):
-        failed = await asyncio.gather(*map(engine.generate, [*SHORT, LONG]), return_exceptions=True)
+        unequal = [asked(10, seed, 1 + 3 * (seed % 5)) for seed in range(12)]  # so that rows move to freed slots
+        failed = await asyncio.gather(*map(engine.generate, [*unequal, LONG]), return_exceptions=True)
         assert {type(one) for one in failed} == {ModelError}
         await engine.load(published(folder, 8), versions(8))
         return await together([*SHORT, LATE])(engine)
 
     found = run(work, (published(folder, 7), tmp_path / "diverged.safetensors"))
     assert ids_of(found) == ids_of(run(one_by_one([*SHORT, LATE]), (published(folder, 8), versions(8))))
+
+
+def test_a_long_row_does_not_get_as_many_slots_as_the_short_ones_before_it(folder, versions, sizes):
+    async def work(engine):
+        await together(SHORT)(engine)
+        sizes.clear()
+        return await engine.generate(LONG)
+
+    found = run(work, (published(folder), versions(0)), prefix_cache_mb=0)
+    assert found.token_ids == run(one_by_one([LONG]), (published(folder), versions(0)))[0].token_ids
+    assert max(slots for slots, _ in sizes[:2]) <= 1
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 10**9])
