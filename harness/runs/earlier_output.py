@@ -55,7 +55,7 @@ def take_output_dir(
     earlier = move_earlier_output(config, env) if is_new or owner not in (None, run_id) else None
     if not is_new and owner != run_id:  # none, too: a kill may have come in between
         _bring_back(folder, run_id)
-    if owner != run_id:
+    if _owner(folder) != run_id:  # moved away, too: a new run may have the id of another workspace's
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / OWNER, run_id.encode(), is_private=False)
     return earlier

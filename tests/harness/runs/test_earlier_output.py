@@ -122,6 +122,18 @@ def test_no_file_of_an_earlier_run_stays_where_a_kill_came_between_two_moves(
     assert sorted(found) == sorted([*MODEL, *HISTORY])
 
 
+def test_a_new_run_with_the_id_of_another_workspace_keeps_its_files_when_it_goes_on(
+    written: dict[str, Any], output: Path
+) -> None:
+    config = config_file.resolve(written).config
+    for text in ("first", "second"):
+        take_output_dir(config, "demo", is_new=True)
+        leave(output, *MODEL, text=text)
+    assert take_output_dir(config, "demo", is_new=False) is None
+    assert {(output / name).read_text() for name in MODEL} == {"second"}
+    assert {(output / "earlier" / name).read_text() for name in MODEL} == {"first"}
+
+
 def several_groups(written: dict[str, Any]) -> dict[str, Any]:
     written["trajectory_builders"]["b"]["agents"] = {"prover": "provers", "verifier": "verifiers"}
     return written
