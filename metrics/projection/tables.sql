@@ -449,7 +449,7 @@ QUALIFY "offset" IS NULL
 -- without variance if no agent's rewards differ. Every part has the run, so that a query for one run reads that run alone.
 CREATE OR REPLACE VIEW epochs AS
 WITH started AS NOT MATERIALIZED (
-    SELECT s.run_id, coalesce(j.job_id, s.job_id) AS job_id, s.epoch, s.recorded_ms, s.time_ms
+    SELECT s.run_id, coalesce(j.job_id, s.job_id) AS job_id, s.epoch, s.recorded_ms, s.time_ms, s.log_offset
     FROM log.epoch_started s LEFT JOIN log.task_jobs j ON j.tasks_of = s.job_id
 ), known AS NOT MATERIALIZED (
     SELECT run_id, job_id, epoch FROM started UNION SELECT run_id, job_id, epoch FROM log.epoch_sealed
@@ -498,7 +498,7 @@ LEFT JOIN (
         GROUP BY run_id, b.job_id, b.epoch, m.group_id
     ) GROUP BY run_id, job_id, epoch
 ) t USING (run_id, job_id, epoch)
-ORDER BY started_at, job_id, epoch;
+ORDER BY started_at, s.log_offset, job_id, epoch;
 
 CREATE OR REPLACE VIEW epoch_summary AS
 SELECT run_id, job_id, kind, epoch, groups, trained_groups, avg_reward, reward_std, min_reward, max_reward,
