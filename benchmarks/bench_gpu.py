@@ -48,6 +48,7 @@ from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import train_batch
+from rollstream.learner.model.tree_attention import use_flash_attention
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
@@ -88,6 +89,7 @@ class Case:
 
 
 CASES = {"8k": Case(2, 4, 1024, 7168), "shared": Case(4, 8, 4096, 1024, varies=True), "small": Case(2, 2, 32, 32)}
+FASTEST: dict[str, Any] = {"compile": True, "deterministic": False, "tokens": 32768}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "32,768 tokens": {"tokens": 32768},
@@ -103,8 +105,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "compile": {"compile": True},
     "compile, 32,768 tokens": {"compile": True, "tokens": 32768},
     "compile, 65,536 tokens": {"compile": True, "tokens": 65536},
-    "compile, not deterministic, 32,768 tokens": {"compile": True, "deterministic": False, "tokens": 32768},
+    "compile, not deterministic, 32,768 tokens": FASTEST,
 }
+if find_spec("flash_attn_interface"):
+    VARIANTS["FA3, compile, not deterministic, 32,768 tokens"] = {**FASTEST, "flash_attention": "FA3"}
+if find_spec("flash_attn") and find_spec("flash_attn.cute"):
+    VARIANTS["FA4, compile, not deterministic, 32,768 tokens"] = {**FASTEST, "flash_attention": "FA4"}
 """Settings of the learner. `revision` 3 pads rows and computes them one by one."""
 TRL_VARIANTS: dict[str, dict[str, Any]] = {
     "trl, 1 row": {"size": 1},
@@ -182,6 +188,7 @@ def ours(folder: str, case: Case, variant: dict[str, Any]) -> dict[str, Any]:
     options = dict(variant)
     deterministic = options.pop("deterministic", True)
     make_deterministic(None, deterministic=deterministic)
+    use_flash_attention(options.get("flash_attention", "FA2"))
     optimizing = OptimizerSettings(kind=options.pop("optimizer", "adamw"), offload=options.pop("offload", None))
     algorithm = GrpoSettings(max_tokens_per_micro_batch=options.pop("tokens", None))
     revision = options.pop("revision", NEWEST_REVISION)

@@ -35,6 +35,7 @@ def _checked_device(written: str) -> str:
     return written
 
 
+FlashAttention = Literal["FA2", "FA3", "FA4"]
 Device = Annotated[str, AfterValidator(_checked_device)]
 """`cpu`, `cuda:N`, `cuda` for cuda:0, or `auto`: cuda:0 if there is a GPU, else cpu."""
 
@@ -186,6 +187,10 @@ class ModelSettings(Settings):
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = added("auto")
     """Attention implementation by transformers' names; auto: transformers' choice. Rows that begin alike are shared
     only with sdpa.
+    """
+    flash_attention: FlashAttention = added("FA2")
+    """Version of Flash attention on a GPU in bfloat16, by torch's names: FA2 comes with torch, FA3 (Hopper) and FA4
+    (Hopper, Blackwell) are packages of their own (docs/performance.md).
     """
     fp32_head: bool = added(False)
     """Compute logits in float32 also where the model computes in bfloat16."""

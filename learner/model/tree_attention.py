@@ -6,20 +6,26 @@ Differentiable in keys and values that rows share: their gradients are summed ov
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import varlen
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    varlen,
+)
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rollstream.learner.model.micro_batch import moved
 from rollstream.learner.model.prefixes import AttentionBlock, PrefixTree, tree_of
 from rollstream.schemas.errors import ModelError, is_out_of_memory
+from rollstream.schemas.settings import FlashAttention
 from rollstream.schemas.variables import one_line
 
 NAME = "rollstream_prefix_tree"
@@ -34,6 +40,7 @@ _ALIGNED = 8
 _VARLEN_TYPES = frozenset({torch.bfloat16, torch.float16})
 _VARLEN_WIDTH = 256
 """Maximum width of a head."""
+_PACKAGES: Mapping[FlashAttention, str] = {"FA3": "flash_attn_3 (built for this torch)", "FA4": "flash-attn-4"}
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +167,25 @@ def _packed(q_N_H_D: Tensor, both_N_F: Tensor, num_groups: int, tree: PrefixTree
         window_size=(-1, 0),
         enable_gqa=True,
     )  # pyright: ignore[reportReturnType]
+
+
+def use_flash_attention(version: FlashAttention) -> None:
+    """Let a GPU compute packed segments, and SDPA without a mask, by this version in the whole process.
+
+    Raises ModelError if its package is not installed or is another one.
+    """
+    if not torch.cuda.is_available() or version == (current_flash_attention_impl() or "FA2"):
+        return
+    if version == "FA2":
+        restore_flash_attention_impl()
+        return
+    try:
+        activate_flash_attention_impl(version)
+    except (ImportError, RuntimeError, AttributeError) as error:
+        raise ModelError(
+            f"model.flash_attention is {version}, and it cannot be loaded: {one_line(error)}; install "
+            f"{_PACKAGES[version]}, or leave model.flash_attention out"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from rollstream.learner.model.micro_batch import MicroBatch, TrainRow
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
 from rollstream.learner.model.ranks import Ranks, failing_the_job, of_all
 from rollstream.learner.model.step import micro_batch_tokens
+from rollstream.learner.model.tree_attention import use_flash_attention
 from rollstream.learner.scoring.index import scorers_of
 from rollstream.learner.scoring.scores import Logprobs, flat
 from rollstream.learner.scoring.served_teacher import ServedTeacher
@@ -231,6 +232,7 @@ class ScoringModels:
 def compute_as_set(settings: JobSettings) -> None:
     """Set what torch has once a process as a job's settings say: another job may have been at work in between."""
     make_deterministic(settings.threads, deterministic=settings.model.deterministic)
+    use_flash_attention(settings.model.flash_attention)
 
 
 def encoded(scorer: Scorer, trajectories: Sequence[TrajectoryAssembled], contexts: Sequence[str]) -> bytes:

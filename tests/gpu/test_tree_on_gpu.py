@@ -11,7 +11,7 @@ from rollstream.learner.algorithms.base import BatchView
 from rollstream.learner.model import tree_attention
 from rollstream.learner.model.loading import inner
 from rollstream.learner.model.policy import PolicyModel
-from rollstream.learner.model.tree_attention import longest_row
+from rollstream.learner.model.tree_attention import longest_row, use_flash_attention
 from rollstream.schemas.settings import LoraSettings, ModelSettings
 from tests.rigs.grouped_batches import backward, distance
 
@@ -64,6 +64,25 @@ def test_in_bfloat16_a_tree_is_as_exact_as_padded_rows(gpu: str, folder: Path, b
     errors = [(distance(one[:1], exact[:1]), distance(one[1:], exact[1:])) for one in (tree, padded)]
     assert errors[0][0] <= 1.5 * errors[1][0] < 1.5e-2, errors
     assert errors[0][1] <= 1.5 * errors[1][1] < 0.15, errors
+
+
+@pytest.mark.parametrize(("version", "package"), [("FA3", "flash_attn_interface"), ("FA4", "flash_attn.cute")])
+def test_other_flash_attention_is_as_exact_and_gives_equal_bits(
+    cuda: str, folder: Path, batch: BatchView, version: Any, package: str
+) -> None:
+    pytest.importorskip(package)
+    exact = backward(policy(folder, cuda, "float32"), batch, shares=False)
+    usual = backward(policy(folder, cuda, "bfloat16"), batch, shares=True)
+    use_flash_attention(version)
+    try:
+        model = policy(folder, cuda, "bfloat16", flash_attention=version)
+        assert model.shares_prefixes(1000)
+        found, again = (backward(model, batch, shares=True) for _ in range(2))
+    finally:
+        use_flash_attention("FA2")
+    assert all(one.equal(other) for one, other in zip(found, again, strict=True))
+    assert distance(found[:1], exact[:1]) <= 1.5 * distance(usual[:1], exact[:1])
+    assert distance(found[1:], exact[1:]) <= 1.5 * distance(usual[1:], exact[1:])
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=8)], ids=["full", "lora"])

@@ -1,15 +1,23 @@
-"""Gradient checkpointing changes memory and nothing else, also for prefix trees, adapters and models in evaluation."""
+"""Gradient checkpointing changes memory and nothing else, also for prefix trees, adapters and models in evaluation.
 
+Attention implementations. Versions of Flash attention need a GPU: here, torch's registry of them is real.
+"""
+
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.model import collate
 from rollstream.learner.model.policy import PolicyModel, Reference
+from rollstream.learner.model.tree_attention import use_flash_attention
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import LoraSettings, ModelSettings
@@ -79,3 +87,41 @@ def test_eager_attention_and_a_head_in_float32_match_sdpa(tiny_model: Path) -> N
         terms = [one.completion_terms(batch, temperature=1.0, entropy_needs_grad=False)[0] for one in (model, wanted)]
         errors.append((terms[0] - terms[1]).abs().mean().item())
     assert errors[1] < errors[0]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that takes itself to have a GPU, and computes by what torch includes again afterwards."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    yield
+    use_flash_attention("FA2")
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> torch.library.Library:
+    """The package of FA3, with operators that cannot be called."""
+    module = ModuleType("flash_attn_interface")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    library = torch.library.Library("flash_attn_3", "FRAGMENT")
+    for name in ("fwd", "bwd"):
+        library.define(f"{name}(Tensor query) -> Tensor")
+    return library
+
+
+def test_each_job_computes_by_its_own_version(gpu: None, package: torch.library.Library) -> None:
+    found: list[str | None] = []
+    for version in ("FA2", "FA3", "FA3", "FA2"):
+        use_flash_attention(version)
+        found.append(current_flash_attention_impl())
+    assert found == [None, "FA3", "FA3", None]
+
+
+def test_a_version_that_is_not_installed_is_named_with_its_package(gpu: None) -> None:
+    with pytest.raises(ModelError, match=r"model\.flash_attention is FA4, and .*flash_attn.*; install flash-attn-4"):
+        use_flash_attention("FA4")
+    assert current_flash_attention_impl() is None
+
+
+def test_a_cpu_has_no_version() -> None:
+    use_flash_attention("FA4")
+    assert current_flash_attention_impl() is None

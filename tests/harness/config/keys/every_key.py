@@ -79,7 +79,7 @@ ADAPTER = {
     "model.dtype": "float32",
     "model.device": "cpu", "model.gradient_checkpointing": True, "model.attn_implementation": "eager",
     "model.fp32_head": True, "model.deterministic": False, "model.compile": True, "model.reference_dtype": "bfloat16",
-    "model.quantization": "nf4", "model.fused_kernels": False,
+    "model.quantization": "nf4", "model.fused_kernels": False, "model.flash_attention": "FA3",
     "algorithm.name": "sft",
     **_at("algorithm", {
         "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 5.0, "advantage": "group_mean", "step_rewards": "process",
