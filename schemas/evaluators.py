@@ -43,7 +43,10 @@ class ExactMatch(_AgainstAnswer):
 
 
 class NumericMatch(_AgainstAnswer):
-    """1 if a number of the response is the answer's within the tolerance, else 0."""
+    """1 if a number of the response is the answer's within the tolerance, else 0.
+
+    An answer has one number; of one that shows its steps, as in GSM8K, the text behind `####` counts.
+    """
 
     type: Literal["numeric_match"] = Field(default="numeric_match", alias="_type")
     tolerance: float = Field(default=1e-9, ge=0, allow_inf_nan=False)

@@ -17,6 +17,8 @@ from rollstream.producers.engines.base import keeps_ids
 from rollstream.schemas.settings import Sampling
 from rollstream.schemas.tokens import KeptIds
 
+LOWEST_TEMPERATURE = 1e-30
+"""Below it a token is the most likely one, as at 0: logits that are divided by less may exceed float32."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -57,9 +59,9 @@ class SamplingBatch:
     @classmethod
     def of(cls, settings_B: Sequence[Sampling], vocabulary: int, device: torch.device) -> "SamplingBatch":
         """The settings of B sequences as tensors."""
-        greedy = [settings.temperature == 0 for settings in settings_B]
-        temperature = [settings.temperature or 1.0 for settings in settings_B]
-        top_k = [settings.top_k or vocabulary for settings in settings_B]
+        greedy = [settings.temperature < LOWEST_TEMPERATURE for settings in settings_B]
+        temperature = [1.0 if is_greedy else one.temperature for one, is_greedy in zip(settings_B, greedy, strict=True)]
+        top_k = [min(settings.top_k or vocabulary, vocabulary) for settings in settings_B]
         top_p = [settings.top_p for settings in settings_B]
         return cls(
             temperature=torch.tensor(temperature, dtype=torch.float32, device=device)[:, None],

@@ -24,6 +24,8 @@ from rollstream.schemas.evaluators import (
 
 WORKFLOW_END = "WORKFLOW_END"
 """NAT's type of the step that says what a whole workflow answered."""
+FINAL_ANSWER = "####"
+"""What GSM8K writes between the steps of an answer and its number."""
 _NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 )
@@ -83,17 +85,18 @@ def _plain(text: str, config: ExactMatch) -> str:
 def _numeric_match(location: str, config: NumericMatch) -> RewardFunction:
     def score(rollout: FinishedRollout) -> float:
         given = right_answer(location, rollout, config.answer_key)
-        right = numbers(text_of(given))
-        if not right or isinstance(given, bool):
+        right = numbers(text_of(given).rpartition(FINAL_ANSWER)[2])
+        if len(right) != 1 or isinstance(given, bool):
+            count = "no number" if not right or isinstance(given, bool) else f"{len(right)} numbers"
             raise RewardError(
-                f"{location}.answer_key: the answer {text_of(given)!r} of the example contains no "
-                "number; correct it, or name another key"
+                f"{location}.answer_key: the answer {text_of(given)!r} of the example contains {count}; correct it "
+                f"(behind {FINAL_ANSWER}, if it has one, is the answer), or name another key"
             )
         found = numbers(final_answer(location, rollout, config.agent))
         if not found or (config.take == "only" and len(found) > 1):
             return 0.0
         number = found[0 if config.take == "first" else -1]
-        return float(abs(number - right[-1]) <= config.tolerance)
+        return float(abs(number - right[0]) <= config.tolerance)
 
     return score
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollstream.producers.engines.base import Generation, Tokenizer
-from rollstream.producers.rollout.conversation import first_stop
+from rollstream.producers.rollout.conversation import first_stop, is_end
 from rollstream.producers.rollout.reply import AnswerParts, Parse, parts_of
 
 REASONING = "reasoning_content"
@@ -95,11 +95,18 @@ def answer_of(
 
 
 def stop_length(generation: Generation, tokenizer: Tokenizer, stop: Sequence[str]) -> int | None:
-    """Minimum number of tokens that contain one of the stop texts; None if all of them do not."""
+    """Minimum number of tokens that contain one of the stop texts; None if all of them do not.
+
+    Of an end token only its whole text counts: `>` is no part of an answer because <|im_end|> ends it.
+    """
     ids = generation.token_ids
-    if not stop or first_stop(_text(tokenizer, ids), stop) is None:
+    if not stop or not ids:
         return None
-    return _tokens_until_stop(tokenizer, ids, stop)
+    has_end = is_end(tokenizer, ids[-1])
+    text = _text(tokenizer, ids[:-1] if has_end else ids)
+    if first_stop(text, stop) is not None:
+        return _tokens_until_stop(tokenizer, ids, stop)
+    return len(ids) if has_end and _text(tokenizer, ids[-1:]) in stop else None
 
 
 def _tokens_until_stop(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> int:

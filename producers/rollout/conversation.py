@@ -184,7 +184,7 @@ class Conversation:
         the token that opens the next turn (GLM: `<|observation|>`), which the chat template writes again.
         """
         completion = array("i", completion_ids)
-        has_end = bool(completion) and self._is_end(completion[-1])
+        has_end = bool(completion) and is_end(self._tokenizer, completion[-1])
         text_ids = completion[:-1] if has_end else completion
         answer = self._text(text_ids)
         num_prompt = len(prompt.token_ids)
@@ -218,14 +218,14 @@ class Conversation:
         letters = _letters(text) if known else ""
         return tuple(step for step, answer in known.items() if answer in letters)
 
-    def _is_end(self, token_id: int) -> bool:
-        """Whether a token that is the last of an answer is not part of its text: the end token, or a special one."""
-        is_eos = token_id == self._tokenizer.eos_token_id
-        return is_eos or not self._tokenizer.decode([token_id], skip_special_tokens=True)
-
     def _text(self, ids: "array[int]") -> str:
         # Special tokens stay in the text: an answer that holds one is rendered back word for word.
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False) if ids else ""
+
+
+def is_end(tokenizer: Tokenizer, token_id: int) -> bool:
+    """Whether a token that is the last of an answer is not part of its text: the end token, or a special one."""
+    return token_id == tokenizer.eos_token_id or not tokenizer.decode([token_id], skip_special_tokens=True)
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:

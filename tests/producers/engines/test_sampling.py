@@ -55,6 +55,14 @@ def test_tokens_are_drawn_with_their_probabilities():
     assert torch.allclose(logprobs.exp(), torch.tensor([0.5, 0.25, 0.2, 0.05])[tokens])
 
 
+def test_limits_above_the_vocabulary_and_the_lowest_temperatures_spoil_no_row_of_the_batch():
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.2, 0.05]])).expand(3, 4)
+    how = batch({"top_k": 2**63}, {"top_k": 1}, {"temperature": 1e-40})
+    tokens, logprobs, _ = sample(logits, torch.tensor([0.99, 0.99, 0.99], dtype=torch.float64), how)
+    assert tokens.tolist() == [3, 0, 0]
+    assert logprobs.isfinite().all()
+
+
 def test_each_row_has_its_own_settings():
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.2, 0.05]])).expand(5, 4)
     how = batch({}, {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.7}, {"top_k": 3, "top_p": 0.1})

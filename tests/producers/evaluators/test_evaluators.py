@@ -109,6 +109,8 @@ def test_numbers_are_read_as_people_write_them(text, found):
         ({}, "3.1416", 3.14159, 0),
         ({"tolerance": 0.001}, "3.1416", 3.14159, 1),
         ({}, "1,000", "#### 1000", 1),
+        ({}, "72", "48 / 2 = 24, so 48 + 24 = 72 clips\n#### 72", 1),
+        ({}, "24", "48 / 2 = 24, so 48 + 24 = 72 clips\n#### 72", 0),
         ({}, "no idea", 4, 0),
         ({}, "", 4, 0),
     ],
@@ -117,9 +119,11 @@ def test_numeric_match_compares_one_number(options, response, answer, wanted):
     assert score({"_type": "numeric_match"} | options, response, answer=answer) == wanted
 
 
-@pytest.mark.parametrize("answer", ["none", None, True])
-def test_an_answer_without_a_number_is_an_error_that_names_the_path(answer):
-    with pytest.raises(rewards.RewardError, match=r"eval\.evaluators\.e\.answer_key: .* contains no number"):
+@pytest.mark.parametrize(
+    ("answer", "found"), [("none", "no number"), (None, "no number"), (True, "no number"), ("1/2", "2 numbers")]
+)
+def test_an_answer_without_a_number_or_with_several_is_an_error_that_names_the_path(answer, found):
+    with pytest.raises(rewards.RewardError, match=rf"eval\.evaluators\.e\.answer_key: .* contains {found}"):
         score({"_type": "numeric_match"}, "4", answer=answer)
 
 

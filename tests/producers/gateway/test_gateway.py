@@ -137,6 +137,17 @@ def test_a_stop_text_ends_what_is_recorded_too(tmp_path):
     assert len(tokens.decode_ids(step.llm.completion_ids)) == len(tokens.decode_floats(step.llm.logprobs)) == 4
 
 
+@pytest.mark.parametrize(("stop", "content"), [(">", "ab"), ("nd", "ab"), ("b<", "ab"), ("<end>", "ab"), ("b", "a")])
+def test_a_stop_text_within_the_end_token_is_no_part_of_the_answer(tmp_path, stop, content):
+    async def agent(one):
+        answer = await one.chat("a", stop=[stop])
+        assert answer["choices"][0]["message"]["content"] == content
+        await one.reward(1.0)
+        await one.end()
+
+    play_outside(tmp_path, agent, script=answers("ab")).assert_complete()
+
+
 def test_a_repeated_call_gets_the_recorded_answer_and_equal_calls_without_a_mark_are_two(tmp_path):
     async def agent(one):
         key = {"headers": {"Idempotency-Key": "k1"}}

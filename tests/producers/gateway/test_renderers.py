@@ -195,6 +195,18 @@ def test_a_model_that_no_renderer_writes_alike_has_none_and_a_named_one_must_fit
     assert rendering.renderer_for(other, "auto") is None
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_named_renderer_that_cannot_be_used_refuses_calls_before_they_are_sampled(tmp_path, streams):
+    async def agent(one):
+        for _ in range(2):
+            refused = await one.chat("a", tools=[TOOL], stream=streams, status=400)
+            assert "renderer llama-3" in refused["error"]["message"]
+        await one.end()
+
+    played = play_outside(tmp_path, agent, renderer="llama-3")
+    assert calls_of(played) == []
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stream_brings_the_content_and_ends_with_reasoning_and_calls(tmp_path, family):
     from rollstream.producers.openai.streaming import ParsedStream
