@@ -4,11 +4,11 @@ Knows no event. One process may hold the file for writing; queries run on cursor
 """
 
 import errno
-import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import duckdb
 from rollstream.eventlog.disk_space import disk_of
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import TopicPartition
+from rollstream.metrics.projection import tables
 from rollstream.metrics.projection.attempts import MEMBERS, PLANNED_AT, READ, TRAINED_BATCHES, Inserted, attempts_of
 from rollstream.metrics.projection.columns import read_sql
 from rollstream.metrics.projection.inserts import inserts_into
@@ -123,7 +124,7 @@ class Database:
     """The metrics file, held for writing."""
 
     def __init__(self, path: Path, *, max_wal_bytes: int = MAX_WAL_BYTES) -> None:
-        """Open the file and make its tables. Tables of another rollstream are dropped, to be filled again.
+        """Open the file and make its tables. Those of another version stay until `renew`, with their rows.
 
         A write-ahead log that a killed process left is open afterwards: DuckDB opens it by name at its next use, which
         would be in a fork.
@@ -138,13 +139,11 @@ class Database:
         self._num_forks = 0
         self._has_ended = False
         self._max_wal_bytes = max_wal_bytes
-        tables, views = read_sql()
-        self._tables_sha256 = hashlib.sha256(tables.encode()).hexdigest()
-        self._views_sha256 = hashlib.sha256(views.encode()).hexdigest()
         with self._transaction():
-            self._make_tables(tables)
-            self._make_views(views)
-        self._inserts = inserts_into(tables)
+            tables.make(self._connection)
+        self.is_old = tables.are_of_another_version(self._connection)
+        """Whether its tables are of another version: it can be read, and is written only after `renew`."""
+        self._inserts = inserts_into(read_sql()[0])
         if is_left:
             self._open_wal()
 
@@ -205,14 +204,28 @@ class Database:
 
     def claim_cluster(self, cluster_id: str) -> None:
         """Tie the file to a cluster. Raises MetricsFileError if it is tied to another one."""
-        found = self._meta("cluster_id")
+        found = tables.meta(self._connection, "cluster_id")
         if found is None:
-            self._connection.execute("INSERT INTO log.meta VALUES ('cluster_id', $1)", [cluster_id])
+            tables.tie_to(self._connection, cluster_id)
         elif found != cluster_id:
             raise MetricsFileError(
                 f"the metrics file {self.path} was made from cluster {found}, not from {cluster_id}; move it away, "
                 f"or use another workspace"
             )
+
+    def renew(self) -> None:
+        """Replace tables of another version by empty ones, which are to be filled from the start of the log.
+
+        Raises MetricsFileError for a file of an export, whose run the log need not hold, and if the disk is full.
+        """
+        if tables.has_rows_without_offsets(self._connection):
+            raise MetricsFileError(
+                f"the metrics file {self.path} was made from an export by another version of rollstream, and its rows "
+                f"would be lost; repeat `rollstream rebuild --from EXPORT`, or move the file away"
+            )
+        with self._writing(), self._transaction():
+            tables.make_again(self._connection)
+        self.is_old = False
 
     def write(self, rows: Rows, offsets: Mapping[TopicPartition, int]) -> None:
         """Add rows and move offsets in one transaction. A row whose key is there already is left out.
@@ -220,14 +233,20 @@ class Database:
         Raises MetricsFileError, caused by an OSError, if the disk is full: nothing is written then, and it may be tried
         again.
         """
+        with self._writing():
+            try:
+                self._write(rows, offsets)
+            except (duckdb.InvalidInputException, TypeError):  # an integer is too large; looking at all takes long
+                self._write({name: self._inserts[name].fitting(found) for name, found in rows.items()}, offsets)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Keep forks waiting for a write, and fold the write-ahead log in after it. Raises as `write` does."""
         try:
             with self._idle:
                 if self._has_ended:
                     self._reopen()
-                try:
-                    self._write(rows, offsets)
-                except (duckdb.InvalidInputException, TypeError):  # an integer is too large; looking at all takes long
-                    self._write({name: self._inserts[name].fitting(found) for name, found in rows.items()}, offsets)
+                yield
                 self._checkpoint_if_due()
         except (duckdb.Error, MetricsFileError) as error:
             if not _is_disk_full(error):
@@ -336,35 +355,6 @@ class Database:
 
     def _transaction(self) -> "_Transaction":
         return _Transaction(self._connection)
-
-    def _make_tables(self, tables: str) -> None:
-        schemas = self._connection.execute("SELECT 1 FROM duckdb_schemas() WHERE schema_name = 'log'").fetchone()
-        if schemas is not None:
-            if self._meta("tables_sha256") == self._tables_sha256:
-                return
-            logger.info("the tables of %s have another version: reading the log again from its start", self.path)
-            self._drop_everything()
-        self._connection.execute(tables)
-        self._connection.execute("INSERT INTO log.meta VALUES ('tables_sha256', $1)", [self._tables_sha256])
-
-    def _make_views(self, views: str) -> None:
-        if self._meta("views_sha256") == self._views_sha256:
-            return
-        self._connection.execute(views)
-        self._connection.execute("INSERT OR REPLACE INTO log.meta VALUES ('views_sha256', $1)", [self._views_sha256])
-
-    def _meta(self, name: str) -> str | None:
-        found = self._connection.execute("SELECT value FROM log.meta WHERE name = $1", [name]).fetchone()
-        return found[0] if found else None
-
-    def _drop_everything(self) -> None:
-        views = self._connection.execute(
-            "SELECT schema_name, view_name FROM duckdb_views() WHERE NOT internal ORDER BY view_oid DESC"
-        ).fetchall()
-        for schema, view in views:
-            self._connection.execute(f'DROP VIEW IF EXISTS "{schema}"."{view}" CASCADE')
-        self._connection.execute("DROP SCHEMA log CASCADE")
-        self._connection.execute("DROP TABLE IF EXISTS main.offsets")
 
 
 class _Transaction:

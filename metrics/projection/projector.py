@@ -74,6 +74,8 @@ class Projector:
         """Project until `stop`, then what it says is still to be projected. Raises LogError, MetricsFileError."""
         self._database.claim_cluster(await self._log.cluster_id())
         self._num_partitions = {topic: await self._log.num_partitions(topic) for topic in TOPICS}
+        if self._database.is_old:
+            await self._renew()
         self._done = await self._start_offsets()
         await asyncio.to_thread(self._database.write, {}, self._done)  # a partition not read yet must not lose any
         reader = await self._log.reader(self._done)
@@ -114,6 +116,26 @@ class Projector:
 
     def _is_at(self, ends: Mapping[TopicPartition, int]) -> bool:
         return all(self._done.get(where, 0) >= offset for where, offset in ends.items())
+
+    async def _renew(self) -> None:
+        """Empty a file of another version, to read the log again from its start.
+
+        Raises TruncatedError if the log has lost something that the file has, MetricsFileError if it need not have it.
+        """
+        path = self._database.path
+        for where, stored in sorted(self._database.offsets().items()):
+            begin = (await self._log.begin_offsets(where.topic)).get(where.partition, 0)
+            end = (await self._log.end_offsets(where.topic)).get(where.partition, 0)
+            try:
+                for offset in (0, stored):
+                    check_kept(where, offset, begin, end)
+            except TruncatedError as error:
+                raise TruncatedError(
+                    f"{error}; the metrics file {path} was made by another version of rollstream and has rows that the "
+                    f"log lost: move it away to keep them, or `rollstream rebuild --partial` replaces it"
+                ) from error
+        logger.info("the tables of %s have another version: reading the log again from its start", path)
+        await asyncio.to_thread(self._database.renew)
 
     async def _start_offsets(self) -> dict[TopicPartition, int]:
         """Offsets at which reading continues, from the file. Raises TruncatedError if the log does not hold them."""

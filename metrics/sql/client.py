@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.metrics.projection.database import OPEN_CONFIG, FileInUseError, MetricsFileError, connect, metrics_file
+from rollstream.metrics.projection.tables import are_of_another_version
 from rollstream.metrics.sql.query import Limits, start
 from rollstream.metrics.sql.result import Result, result_of
 from rollstream.schemas.errors import QueryError
@@ -109,11 +110,19 @@ def _ask_file(workspace: Path, sql: str, *, limit: int, timeout_s: float) -> Res
         )
     connection = connect(path, read_only=True, config=OPEN_CONFIG)
     try:
+        is_old = are_of_another_version(connection)
         asked = start(connection, path, sql, Limits(limit, timeout_s))
         try:
             if not asked.wait(timeout_s):
                 raise asked.took_too_long()
             return result_of(json.loads(asked.answer()))
+        except QueryError as error:
+            if not is_old:
+                raise
+            raise QueryError(
+                f"{error}; the metrics file {path} was made by another version of rollstream, whose tables may differ: "
+                f"`rollstream rebuild` makes it again from the log or an export"
+            ) from error
         finally:
             asked.close()
     finally:

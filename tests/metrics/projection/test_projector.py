@@ -340,20 +340,6 @@ def test_the_file_of_another_cluster_is_refused(tmp_path: Path) -> None:
     database.close()
 
 
-def test_tables_of_another_version_are_filled_again(tmp_path: Path, synthetic: Any) -> None:
-    path = empty_file(tmp_path)
-    log = log_of(list(synthetic.all_events()))
-    project_all(log, path)
-    before = everything(path)
-    database = Database(path)
-    database.cursor().execute("UPDATE log.meta SET value = 'old' WHERE name = 'tables_sha256'")
-    database.close()
-    Database(path).close()
-    assert ask(path, "SELECT * FROM runs") == []
-    project_all(log, path)
-    assert everything(path) == before
-
-
 def test_views_of_another_version_are_made_again_and_rows_stay(tmp_path: Path, synthetic: Any) -> None:
     path = empty_file(tmp_path)
     project_all(log_of(list(synthetic.all_events())), path)
