@@ -64,35 +64,28 @@ async def train(
     checkpoints: Path | None = None,
     first: int | None = None,
     last: int | None = None,
+    epoch: int | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
     permissions: Permissions = NOTHING,
     ranks: Ranks | None = None,
 ) -> Report:
     """Train versions `first` to `last` (default: all) again and compare StepTrained by StepTrained, up to a difference.
 
-    Begins at the nearest checkpoint below `first`, or at the job's base version. Raises ConfigError if there is nothing
-    to train, and the errors of `Retraining`. `permissions`: the variables that a model's path may name; the recorded
+    `epoch`: of each job only the versions of this epoch. Begins at the nearest checkpoint below the first version asked
+    for, or at the job's base version. Raises ConfigError if there is nothing to train, and the errors of `Retraining`.
+    `permissions`: the variables that a model's path may name; the recorded
     models are those of the run that was asked for. `ranks`: the processes that train together, of which this one is the
     first and the others `retrain.take_part`; None: it is alone.
     """
     disable_progress_bar()
     report, together = Report(), ranks or Ranks()
     jobs = recorded_jobs(events)
-    trained = sorted(version for job in jobs for version in job.steps)
-    for bound in (first, last):
-        if bound is not None and bound not in trained:
-            known = f"give {trained[0]} to {trained[-1]}" if trained else "it has trained nothing; wait for a version"
-            raise ConfigError(f"run {events.run_id} has no version {bound}; {known}")
-    if not trained:
-        raise ConfigError(f"run {events.run_id} has trained nothing yet; repeat this once it has published a version")
-    for job in jobs:
-        versions = _in_range(job, first, last)
-        if not versions:
-            continue
+    asked = versions_asked(events.run_id, jobs, first, last, epoch)
+    for job, versions in asked:
         own = permissions._replace(allow=permissions.allow | {f"{MODEL}{job.submitted.settings.model.path}"})
         check_ranks(job, versions, first=versions[0], num=together.num)
         retraining = Retraining(job, threads=threads_of(job), permissions=own, ranks=together)
-        usable = checkpoints if first is not None else None
+        usable = None if first is None and epoch is None else checkpoints
         version = retraining.begin(artifacts, usable, version=versions[0] - 1, until=versions[-1])
         check_ranks(job, range(version + 1, versions[0]), first=versions[0], num=together.num)
         on_progress(f"job {job.submitted.job_id}: from version {version}, to {versions[-1]}")
@@ -122,9 +115,29 @@ def _excuse(job: RecordedJob, recorded: StepTrained, replayed: StepTrained) -> s
     return ""
 
 
-def _in_range(job: RecordedJob, first: int | None, last: int | None) -> list[int]:
+def versions_asked(
+    run_id: str, jobs: list[RecordedJob], first: int | None, last: int | None, epoch: int | None
+) -> list[tuple[RecordedJob, list[int]]]:
+    """The versions to train of each job that has some, in order. Raises ConfigError if there are none."""
+    trained = sorted(version for job in jobs for version in job.steps)
+    for bound in (first, last):
+        if bound is not None and bound not in trained:
+            known = f"give {trained[0]} to {trained[-1]}" if trained else "it has trained nothing; wait for a version"
+            raise ConfigError(f"run {run_id} has no version {bound}; {known}")
+    if not trained:
+        raise ConfigError(f"run {run_id} has trained nothing yet; repeat this once it has published a version")
+    of_jobs = [(job, _in_range(job, first, last, epoch)) for job in jobs]
+    if not any(versions for _, versions in of_jobs):
+        raise ConfigError(f"run {run_id} trained nothing in epoch {epoch}; give another --epoch")
+    return [(job, versions) for job, versions in of_jobs if versions]
+
+
+def _in_range(job: RecordedJob, first: int | None, last: int | None, epoch: int | None) -> list[int]:
+    of_epoch = {one.planned.yields_version for one in job.manifests.values() if one.planned.epoch == epoch}
     return [
         version
         for version in sorted(job.steps)
-        if (first is None or version >= first) and (last is None or version <= last)
+        if (first is None or version >= first)
+        and (last is None or version <= last)
+        and (epoch is None or version in of_epoch)
     ]

@@ -20,8 +20,8 @@ from rollstream.replay.completeness import compare_named
 from rollstream.replay.report import Report, compare_log
 from rollstream.replay.source import RunEvents, Source, of_type, read_run
 from rollstream.replay.verify import verify
-from rollstream.schemas.errors import ConfigError, NotAllowedError
-from rollstream.schemas.events import BatchPlanned, JobSubmitted
+from rollstream.schemas.errors import NotAllowedError
+from rollstream.schemas.events import JobSubmitted
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.permissions import (
     ALLOW_VARIABLE,
@@ -113,16 +113,15 @@ async def _trained(
 
     if not request.any_libraries:
         check_libraries(events.started)
-    first, last = request.first, request.last
-    if request.epoch is not None and first is None and last is None:
-        first, last = versions_of_epoch(events, request.epoch)
+    are_given = (request.first, request.last) != (None, None)
     return await train(
         log,
         events,
         artifacts,
         checkpoints=checkpoints,
-        first=first,
-        last=last,
+        first=request.first,
+        last=request.last,
+        epoch=None if are_given else request.epoch,
         on_progress=on_progress,
         permissions=_permissions(events, trust=request.trust),
         ranks=request.ranks,
@@ -207,13 +206,3 @@ async def project(source: Source, layout: Workspace) -> None:
         except FileInUseError:
             if not await let_metrics_catch_up(layout.folder):  # whoever had the file did not project it
                 await project_to_end(log, metrics_file(layout.folder))
-
-
-def versions_of_epoch(events: RunEvents, epoch: int) -> tuple[int, int]:
-    """First and last version trained in an epoch of the run's last job. Raises ConfigError if there are none."""
-    batches = [event for event, _ in of_type(events.by_topic.get("batches", ()), BatchPlanned)]
-    last_job = batches[-1].job_id if batches else ""
-    found = [event.yields_version for event in batches if event.epoch == epoch and event.job_id == last_job]
-    if not found:
-        raise ConfigError(f"run {events.run_id} trained nothing in epoch {epoch}; give another --epoch")
-    return min(found), max(found)

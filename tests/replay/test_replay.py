@@ -3,18 +3,21 @@
 import asyncio
 import hashlib
 import shutil
+from typing import Any
 
 import pytest
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.learner.progress import Manifest
+from rollstream.learner.retrain import RecordedJob
 from rollstream.replay import assembly
 from rollstream.replay.report import first_field
 from rollstream.replay.source import read_run
-from rollstream.replay.training import check_libraries
+from rollstream.replay.training import check_libraries, versions_asked
 from rollstream.schemas.errors import ArtifactError, ConfigError, DecodeError, ModelError, TruncatedError
-from rollstream.schemas.events import GroupClosed, RunEnded, WeightsPublished
+from rollstream.schemas.events import BatchPlanned, GroupClosed, RunEnded, WeightsPublished
 from tests.rigs.runs import replay_rig
 from tests.rigs.runs.recorded_run import EPOCHS, JOB
 from tests.rigs.runs.replay_rig import only_difference, trained, verified
@@ -264,6 +267,48 @@ def test_answers_to_a_stop_that_are_not_sent_yet_make_no_difference(run):
     report = verified(run)
     assert report.differences == []
     assert report.counts["answers to the run's end that are not sent yet"] > 0
+
+
+def test_an_epoch_is_trained_again_from_the_checkpoint_below_it(run):
+    lines = []
+    report = trained(run, epoch=1, checkpoints=run.checkpoints, on_progress=lines.append)
+    assert (report.verdict, report.counts) == ("equal", {"training steps": 1})
+    assert lines[0] == f"job {JOB}: from version 1, to 2"
+
+
+def of_job(name, first_index_of_epoch):
+    """A job that trained a batch in each of those epochs."""
+    job_id, group = f"several/{name}", f"several/{name}-group"
+    batches = [
+        BatchPlanned(
+            run_id="several",
+            time_ms=1,
+            batch_id=f"{job_id}/b{index}",
+            job_id=job_id,
+            model_group=group,
+            epoch=epoch,
+            index=index,
+            trains_at_version=index,
+            yields_version=index + 1,
+            members=(),
+            seed=1,
+            curriculum_sha256="0" * 64,
+            previous_sha256="0" * 64,
+        )
+        for epoch, index in first_index_of_epoch.items()
+    ]
+    manifests = {batch.index: Manifest(batch, "", 0) for batch in batches}
+    steps: Any = {batch.yields_version: None for batch in batches}
+    unread: Any = None
+    return RecordedJob(unread, unread, manifests, steps)
+
+
+def test_an_epoch_has_versions_of_its_own_in_each_job():
+    provers, verifiers = of_job("provers", {0: 0, 1: 1, 2: 2}), of_job("verifiers", {1: 0, 2: 1})
+    found = [versions_asked("several", [provers, verifiers], None, None, epoch) for epoch in range(3)]
+    assert found == [[(provers, [1])], [(provers, [2]), (verifiers, [1])], [(provers, [3]), (verifiers, [2])]]
+    with pytest.raises(ConfigError, match="trained nothing in epoch 3; give another --epoch"):
+        versions_asked("several", [provers, verifiers], None, None, 3)
 
 
 def test_unknown_runs_and_ranges_are_refused(run):
