@@ -1,6 +1,7 @@
 """`replay --verify`: every stage's recorded input folded again, every digest compared. Writes nothing."""
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,6 +11,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, Position, Received, Record, format_position
 from rollstream.eventlog.reading import read_to_end
 from rollstream.processors.curate import fold as curate
+from rollstream.processors.curate.candidates import mean
 from rollstream.processors.curate.tasks import Dataset, load_dataset
 from rollstream.processors.host.folding import FaultyRuns
 from rollstream.replay import assembly, weights
@@ -20,6 +22,7 @@ from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.errors import ConfigError, DecodeError, first_error
 from rollstream.schemas.events import (
     BatchPlanned,
+    EpochSealed,
     EpochStarted,
     GroupClosed,
     JobStarted,
@@ -93,7 +96,9 @@ async def _compare_others(
     """Curation and trajectories, which do not wait for assembly."""
     report = Report()
     on_progress("curation")
-    if not events.started.is_what_if:  # its manifests are of its parent's groups
+    if events.started.is_what_if:  # its manifests are of its parent's groups
+        compare_seals(events, report)
+    else:
         compare_curation(events, {events.run_id: dataset_of(events, artifacts)}, report)
     on_progress("trajectories and manifests")
     await compare_trajectories(log, groups, batches, report)
@@ -127,6 +132,48 @@ def compare_curation(events: RunEvents, datasets: curate.Datasets, report: Repor
             report.count("task records that the harness wrote")
         else:
             report.differ("curate", received.event.event_id, received.digest, MISSING)
+
+
+def compare_seals(events: RunEvents, report: Report) -> None:
+    """Hold seals against the manifests before them, as far as these determine them, without folding any groups."""
+    num_before: dict[str, int] = {}
+    means: dict[tuple[str, int], list[list[float]]] = {}
+    newest: dict[str, EpochSealed] = {}
+    for received in events.by_topic.get("batches", ()):
+        match received.event:
+            case BatchPlanned() as planned:
+                num_before[planned.job_id] = num_before.get(planned.job_id, 0) + 1
+                if planned.adopts is None:
+                    means.setdefault((planned.job_id, planned.epoch), []).append(_group_means(planned))
+            case EpochSealed() as seal:
+                newest[seal.job_id] = seal
+                of_epoch = means.get((seal.job_id, seal.epoch), [])
+                trained = [reward for of_manifest in of_epoch for reward in of_manifest]
+                follows = {
+                    "num_trained_groups": len(trained),
+                    "num_batches": len(of_epoch),
+                    "next_batch_index": num_before.get(seal.job_id, 0),
+                    "filtered_avg_reward": mean(trained) if trained else None,
+                }
+                _compare_seal(seal, follows, report)
+            case _:
+                pass
+    for job_id, seal in newest.items():
+        if ids.event_id("job_submitted", job_id) in events.by_id:  # it is sent when all seals are
+            _compare_seal(seal, {"is_last": True}, report)
+
+
+def _compare_seal(seal: EpochSealed, follows: dict[str, int | float | None], report: Report) -> None:
+    report.count("fields of seals", len(follows))
+    for name, value in follows.items():
+        if getattr(seal, name) != value:
+            report.differ("curate", f"{seal.event_id}: {name}", str(getattr(seal, name)), str(value))
+
+
+def _group_means(planned: BatchPlanned) -> list[float]:
+    """Mean reward of each group of a manifest."""
+    groups = itertools.groupby(planned.members, key=lambda member: member.group_id)
+    return [mean([member.reward for member in members]) for _, members in groups]
 
 
 def _groups_of_harness(events: RunEvents) -> set[str]:

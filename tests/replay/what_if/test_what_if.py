@@ -1,11 +1,14 @@
 """A what-if trains recorded rollouts again under other settings, as a run of its own, and makes no rollout."""
 
 import asyncio
+from dataclasses import replace
 
+import orjson
 import pytest
 import yaml
 
 from rollstream.eventlog.codec import decode
+from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.reading import read_to_end
 from rollstream.harness.config import file as config_file
 from rollstream.harness.replays.what_if import means, merged, spec_of, what_if
@@ -15,6 +18,7 @@ from rollstream.replay.training import train
 from rollstream.replay.verify import verify
 from rollstream.schemas.errors import ConfigError, EnvironmentRunError
 from rollstream.schemas.events import (
+    EpochSealed,
     GroupClosed,
     JobStarted,
     JobSubmitted,
@@ -24,6 +28,7 @@ from rollstream.schemas.events import (
     StepTrained,
     TaskRequested,
 )
+from tests.rigs.runs import replay_rig
 from tests.rigs.runs.recorded_run import EPOCHS, RecordedRun, batches_of, hashes_of
 
 REWARD = """
@@ -214,6 +219,37 @@ def test_a_what_if_is_replayed_as_any_run(recorded):
     assert report.differences == []
     report = asyncio.run(train(recorded.log, events, recorded.artifacts))
     assert (report.differences, report.counts) == ([], {"training steps": 2})
+
+
+def test_the_seals_of_a_what_if_follow_from_its_manifests(recorded):
+    outcome, _ = asked(recorded, {"finetuning": {"num_epochs": 2}})
+    changed = replay_rig.tampered(recorded)
+    kept = changed.log._store._partitions[TopicPartition("batches", 0)]
+    numbers = [number for number, one in enumerate(kept.records) if is_seal(one, outcome.run_id)]
+    for name, value in {
+        "num_trained_groups": 3,
+        "num_batches": 2,
+        "next_batch_index": 9,
+        "filtered_avg_reward": 0.25,
+        "is_last": False,
+    }.items():
+        record = kept.records[numbers[-1]]
+        body = orjson.loads(record.value)
+        kept.records[numbers[-1]] = replace(record, value=orjson.dumps({**body, name: value}))
+        report = asyncio.run(seals_of(changed, outcome.run_id))
+        assert [one.what.partition(": ")[2] for one in report.differences] == [name]
+        kept.records[numbers[-1]] = record
+    report = asyncio.run(seals_of(changed, outcome.run_id))
+    assert (report.differences, report.counts["fields of seals"]) == ([], 9)
+
+
+def is_seal(record, run_id):
+    event = decode(record).event
+    return isinstance(event, EpochSealed) and event.run_id == run_id
+
+
+async def seals_of(run, run_id):
+    return await verify(run.log, await read_run(run.log, run_id), run.artifacts, checkpoints=run.checkpoints)
 
 
 @pytest.mark.parametrize("name", ["shortness", "untidy"])
