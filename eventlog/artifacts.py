@@ -138,6 +138,15 @@ class ArtifactStore:
         _verify(ref, hashlib.sha256(data).hexdigest())
         return data
 
+    def check(self, ref: ArtifactRef) -> None:
+        """Read an artifact in chunks and keep none of them. Raises ArtifactError if it is missing or differs."""
+        name = self._locate(ref)
+        if self._is_local:
+            return _verify(ref, self._hash_file(ref, Path(name)))
+        with self._failing_as(lambda error: self._unreadable(ref, error)), self._filesystem.open(name, "rb") as source:
+            found = hashlib.file_digest(source, "sha256").hexdigest()
+        _verify(ref, found)
+
     @property
     def folder(self) -> Path | None:
         """The local folder of the store; None if it is remote."""

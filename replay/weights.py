@@ -225,7 +225,7 @@ def _artifact(
     what: str, published: WeightsPublished, artifacts: ArtifactStore, report: Report, *, is_kept: bool
 ) -> None:
     try:
-        artifacts.read(published.artifact)
+        artifacts.check(published.artifact)
     except ArtifactError as error:
         is_gone = isinstance(error.__cause__, FileNotFoundError)
         if is_gone and is_kept:

@@ -205,6 +205,13 @@ class ExportArtifacts(ArtifactStore):
         except ArtifactError as error:
             raise self._missing(ref, error) from error.__cause__
 
+    def check(self, ref: ArtifactRef) -> None:
+        """Raises ArtifactError if it is nowhere, or differs."""
+        try:
+            super().check(self._here(ref))
+        except ArtifactError as error:
+            raise self._missing(ref, error) from error.__cause__
+
     def _here(self, ref: ArtifactRef) -> ArtifactRef:
         path = self._files.get(ref.sha256)
         return ref if path is None else ref.model_copy(update={"uri": str(path.absolute())})

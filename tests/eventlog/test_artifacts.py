@@ -5,13 +5,14 @@ import io
 import os
 import shutil
 import tempfile
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
 import pytest
 
-from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.artifacts import CHUNK_BYTES, ArtifactStore
 from rollstream.eventlog.files import write_hashed
 from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.settings import ArtifactRef
@@ -118,6 +119,25 @@ def test_a_copy_goes_with_its_last_use(tmp_path: Path) -> None:
     assert store.fetch(ref).read_bytes() == DATA
     store.drop_copy(ref)
     assert not copy.exists(), "a failed fetch counts as a use"
+
+
+def test_an_artifact_is_checked_in_chunks_and_not_copied(store: ArtifactStore, tmp_path: Path) -> None:
+    ref = store.put_bytes(bytes(32 * CHUNK_BYTES), ".safetensors")
+    tracemalloc.start()
+    try:
+        store.check(ref)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 8 * CHUNK_BYTES
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    store._filesystem.pipe_file(store._locate(ref), b"damaged")
+    with pytest.raises(ArtifactError, match="wrong hash"):
+        store.check(ref)
+    store.remove(ref)
+    with pytest.raises(ArtifactError, match="cannot be read") as gone:
+        store.check(ref)
+    assert isinstance(gone.value.__cause__, FileNotFoundError)
 
 
 def test_processes_have_caches_of_their_own_and_remove_those_of_killed_ones(

@@ -213,6 +213,16 @@ def test_a_flipped_bit_of_a_checkpoint_or_an_artifact_is_found_and_the_file_name
             path.write_bytes(kept)
 
 
+def test_weights_are_not_read_into_memory_as_a_whole(run):
+    class Streamed(ArtifactStore):
+        def read(self, ref, *, max_bytes=None):
+            assert not ref.uri.endswith(".safetensors")
+            return super().read(ref, max_bytes=max_bytes)
+
+    run.artifacts = Streamed(run.artifacts.uri)
+    assert verified(run).counts["artifacts"] == EPOCHS + 1
+
+
 def test_another_model_than_the_recorded_one_is_refused(run):
     weights = run.model / "model.safetensors"
     kept = weights.read_bytes()
