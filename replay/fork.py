@@ -64,7 +64,7 @@ async def _check_version(
     if wrong:
         raise ConfigError(f"{location}: {wrong}")
     try:
-        await asyncio.to_thread(artifacts.fetch, published.artifact)
+        await asyncio.to_thread(artifacts.check, published.artifact)
     except ArtifactError as error:
         why = collected.reason if collected is not None and not isinstance(error, StoreUnavailableError) else error
         raise ConfigError(

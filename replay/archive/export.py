@@ -229,5 +229,8 @@ class _Export:
             if need.is_required:
                 raise
             return ArtifactFile(**described, file=None, missing=self._needs.collected.get(need.ref.sha256, ""))
-        kept = ArtifactStore(str(self._folder / "artifacts")).put_file(source)
+        try:
+            kept = ArtifactStore(str(self._folder / "artifacts")).put_file(source)
+        finally:
+            self._artifacts.drop_copy(need.ref)
         return ArtifactFile(**described, file=f"artifacts/{kept.uri}")

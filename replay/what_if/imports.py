@@ -38,7 +38,11 @@ class OpenedExport(NamedTuple):
 
 def bring_artifact(exported: OpenedExport, artifacts: ArtifactStore, ref: ArtifactRef) -> ArtifactRef:
     """The artifact in the store, where it is put unless it is there. Raises ArtifactError if the export lacks it."""
-    return artifacts.put_file(exported.artifacts.fetch(ref))
+    source = exported.artifacts.fetch(ref)
+    try:
+        return artifacts.put_file(source)
+    finally:
+        exported.artifacts.drop_copy(ref)
 
 
 async def bring_trajectories(exported: OpenedExport, log: EventLog, planned: Sequence[Event]) -> list[Event]:

@@ -85,6 +85,17 @@ def test_a_version_that_is_there_and_fits_is_taken(lab: Lab) -> None:
     asyncio.run(scenario())
 
 
+def test_a_check_leaves_no_copy_of_a_remote_stores_weights(lab: Lab) -> None:
+    lab.artifacts = ArtifactStore(f"memory://{lab.folder.name}", cache=lab.folder / "cache")
+
+    async def scenario() -> None:
+        await lab.record()
+        await lab.check("run-1@1")
+
+    asyncio.run(scenario())
+    assert not (lab.folder / "cache").exists()
+
+
 def test_an_unknown_run_or_version_is_refused_with_what_there_is(lab: Lab) -> None:
     async def scenario() -> None:
         await lab.record()
