@@ -5,7 +5,7 @@ import json
 import time
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollstream.metrics.projection.database import OPEN_CONFIG, FileInUseError, MetricsFileError, connect, metrics_file
 from rollstream.metrics.projection.tables import are_of_another_version
@@ -20,6 +20,9 @@ WAIT_MARGIN_S = 10.0
 PATIENCE_S = 5.0
 """Maximum seconds for which a service that starts or ends holds the file without answering."""
 POLL_S = 0.1
+MAX_SQL_BYTES = 1024 * 1024
+MAX_QUOTED = 200
+"""Characters of an answer that an error quotes."""
 
 
 def token_file(workspace: Path) -> Path:
@@ -38,19 +41,29 @@ def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000,
     Raises QueryError, in one line, for a query that is refused, wrong or too slow, and for a file that is absent or in
     use.
     """
+    size_bytes = len(sql.encode(errors="replace"))
+    if size_bytes > MAX_SQL_BYTES:
+        raise QueryError(f"SQL: the query has {size_bytes:,} bytes, at most {MAX_SQL_BYTES:,} are allowed; shorten it")
     asked = {"sql": sql, "fresh": fresh, "limit": limit, "timeout_s": timeout_s}
     num_found_in_use = 0
-    while (answer := _ask_service(workspace, asked)) is None:
+    while (answered := _ask_service(workspace, asked)).answer is None:
         try:
             return _ask_file(workspace, sql, limit=limit, timeout_s=timeout_s)
         except MetricsFileError as error:
             num_found_in_use += 1
             if not isinstance(error, FileInUseError) or num_found_in_use * POLL_S > PATIENCE_S:
-                raise QueryError(f"{error}{_elsewhere(workspace, error)}") from error
+                raise QueryError(f"{error}{answered.other or _elsewhere(workspace, error)}") from error
             time.sleep(POLL_S)
-    if "error" in answer:
-        raise QueryError(answer["error"])
-    return result_of(answer)
+    if "error" in answered.answer:
+        raise QueryError(answered.answer["error"])
+    return result_of(answered.answer)
+
+
+class _Answered(NamedTuple):
+    """The answer of a workspace's service; without one, what to add to an error if another program has its port."""
+
+    answer: dict[str, Any] | None = None
+    other: str = ""
 
 
 def _elsewhere(workspace: Path, error: MetricsFileError) -> str:
@@ -69,19 +82,22 @@ def is_caught_up(workspace: Path) -> bool:
 
     Raises QueryError if it is up and cannot do it.
     """
-    answer = _ask_service(workspace, {"sql": "SELECT 1", "fresh": True, "limit": 1, "timeout_s": 30.0})
+    answer = _ask_service(workspace, {"sql": "SELECT 1", "fresh": True, "limit": 1, "timeout_s": 30.0}).answer
     if answer is not None and "error" in answer:
         raise QueryError(answer["error"])
     return answer is not None
 
 
-def _ask_service(workspace: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """The service's answer, None if it is not up or ends."""
+def _ask_service(workspace: Path, asked: dict[str, Any]) -> _Answered:
+    """Ask the service; it is not up, or ends, where there is no answer.
+
+    A port file that a killed service left may name a port that another program has since: its answers are not used.
+    """
     try:
         port = int(json.loads(port_file(workspace).read_text())["port"])
         token = token_file(workspace).read_text().strip()
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
+        return _Answered()
     except OSError as error:
         raise QueryError(f"{error.filename} cannot be read ({error.strerror}); run the query as its owner") from error
     connection = http.client.HTTPConnection(HOST, port, timeout=2 * asked["timeout_s"] + WAIT_MARGIN_S)
@@ -89,17 +105,32 @@ def _ask_service(workspace: Path, asked: dict[str, Any]) -> dict[str, Any] | Non
         connection.request("POST", "/query", json.dumps(asked), {"Authorization": f"Bearer {token}"})
         response = connection.getresponse()
         text = response.read()
-        return None if response.status == HTTPStatus.SERVICE_UNAVAILABLE else json.loads(text)
+        if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return _Answered()
+        answer = json.loads(text)
     except (ConnectionRefusedError, ConnectionResetError, http.client.RemoteDisconnected):
-        return None
+        return _Answered()
     except TimeoutError as error:
         raise QueryError(f"the metrics service on port {port} does not answer; restart it") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise QueryError(
-            f"the metrics service on port {port} sent an invalid response ({error}); restart it"
-        ) from error
+        return _Answered(other=_of_another(workspace, port, f"invalid response: {error}"))
     finally:
         connection.close()
+    if _is_of_service(response.status, answer):
+        return _Answered(answer)
+    return _Answered(other=_of_another(workspace, port, str(answer)[:MAX_QUOTED]))
+
+
+def _is_of_service(status: int, answer: Any) -> bool:
+    key = {200: "rows", 400: "error"}.get(status)
+    return key is not None and isinstance(answer, dict) and key in answer
+
+
+def _of_another(workspace: Path, port: int, answer: str) -> str:
+    return (
+        f"; port {port}, which {port_file(workspace)} names, answers like another program ({answer}): restart the "
+        f"metrics service"
+    )
 
 
 def _ask_file(workspace: Path, sql: str, *, limit: int, timeout_s: float) -> Result:

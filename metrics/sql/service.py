@@ -16,12 +16,13 @@ from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import token_in
 from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import Projector
-from rollstream.metrics.sql.client import HOST, port_file, token_file
+from rollstream.metrics.sql.client import HOST, MAX_SQL_BYTES, port_file, token_file
 from rollstream.metrics.sql.lanes import QueryLanes
 from rollstream.metrics.sql.query import Limits
 from rollstream.schemas.errors import QueryError, RollstreamError, first_invalid
 
-MAX_SQL_BYTES = 1024 * 1024
+MAX_REQUEST_BYTES = 6 * MAX_SQL_BYTES + 65_536
+"""JSON escapes a byte of a query by at most six."""
 
 
 class QueryRequest(BaseModel):
@@ -85,7 +86,7 @@ class SqlService:
 @asynccontextmanager
 async def listening(service: SqlService, workspace: Path, port: int) -> AsyncIterator[int]:
     """Serve while inside; the port in use is in `metrics.json`. Raises RollstreamError if the port is in use."""
-    app = web.Application(client_max_size=MAX_SQL_BYTES)
+    app = web.Application(client_max_size=MAX_REQUEST_BYTES)
     app.router.add_post("/query", service.handle)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
