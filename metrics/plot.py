@@ -16,8 +16,11 @@ WINDOW_EPOCHS = 5
 """Number of epochs in the moving mean."""
 
 
-def plot_run(workspace: Path, run_id: str, path: Path) -> Path:
-    """Write a PNG of a run's RL epochs. Raises QueryError if the run is not known or has no epoch with a reward."""
+def plot_run(workspace: Path, run_id: str, path: Path, *, fresh: bool = True) -> Path:
+    """Write a PNG of a run's RL epochs. `fresh`: first wait for all that is in the log now.
+
+    Raises QueryError if the run is not known or has no epoch with a reward.
+    """
     from rollstream.metrics.sql.client import query
 
     name = run_id.replace("'", "''")
@@ -25,7 +28,7 @@ def plot_run(workspace: Path, run_id: str, path: Path) -> Path:
         "SELECT job_id, avg_reward, coalesce(reward_std, 0), curriculum_percentile FROM epoch_summary "
         f"WHERE run_id = '{name}' AND avg_reward IS NOT NULL"
     )
-    epochs = query(workspace, sql, limit=100_000)
+    epochs = query(workspace, sql, fresh=fresh, limit=100_000)
     if not epochs.rows:
         known = [row[0] for row in query(workspace, "SELECT run_id FROM runs", limit=1000).rows]
         why = (

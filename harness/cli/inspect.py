@@ -23,6 +23,13 @@ def status(bootstrap_servers: str | None, workspace: Path) -> None:
         click.echo(asyncio.run(read_status(layout, kafka)))
 
 
+NO_WAIT = click.option(
+    "--no-wait",
+    is_flag=True,
+    help="Use what the metrics have, even if they have not read the whole log yet or the broker does not answer.",
+)
+
+
 @click.command()
 @click.argument("query")
 @click.option(
@@ -37,8 +44,9 @@ def status(bootstrap_servers: str | None, workspace: Path) -> None:
 @click.option(
     "--limit", type=click.IntRange(1, 1_000_000), default=10_000, show_default=True, help="Maximum number of rows."
 )
+@NO_WAIT
 @WORKSPACE
-def sql(query: str, form: str, output: Path | None, limit: int, workspace: Path) -> None:
+def sql(query: str, form: str, output: Path | None, limit: int, no_wait: bool, workspace: Path) -> None:
     """Query the metrics with read-only SQL, during or after a run."""
     if form == "parquet" and output is None:
         raise QueryError("--format parquet needs --output FILE")
@@ -46,7 +54,7 @@ def sql(query: str, form: str, output: Path | None, limit: int, workspace: Path)
     from rollstream.metrics.sql.client import query as ask
     from rollstream.metrics.sql.formats import FORMATS
 
-    result = ask(workspace, query, limit=limit)
+    result = ask(workspace, query, fresh=not no_wait, limit=limit)
     text = FORMATS[form](result)
     if result.is_cut:
         click.echo(f"result truncated to {len(result.rows)} rows; raise --limit, or aggregate", err=True)
@@ -60,15 +68,16 @@ def sql(query: str, form: str, output: Path | None, limit: int, workspace: Path)
 @click.command()
 @click.argument("run")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="PNG file (default: RUN.png).")
+@NO_WAIT
 @WORKSPACE
-def plot(run: str, output: Path | None, workspace: Path) -> None:
+def plot(run: str, output: Path | None, no_wait: bool, workspace: Path) -> None:
     """Plot a run's reward and the curriculum's percentile."""
     from rollstream.harness.cli.terminal import writing
     from rollstream.metrics.plot import plot_run
 
     path = output or Path(f"{run}.png")
     with writing(path):
-        plot_run(workspace, run, path)
+        plot_run(workspace, run, path, fresh=not no_wait)
     click.echo(str(path))
 
 

@@ -77,10 +77,13 @@ class SqlService:
                 await self._projector.wait_for(await self._projector.ends())
         except TimeoutError as error:
             raise QueryError(
-                f"the metrics did not reach the log's end within {timeout_s:g} s; try again, or query without waiting"
+                f"the metrics did not reach the log's end within {timeout_s:g} s; try again, or add --no-wait "
+                f"to query what they have"
             ) from error
         except RollstreamError as error:
-            raise QueryError(f"the log's end is unknown: {error}; query without waiting") from error
+            raise QueryError(
+                f"the log's end is unknown: {error}; add --no-wait to query what the metrics have"
+            ) from error
 
 
 @asynccontextmanager

@@ -15,9 +15,12 @@ from typing import Any
 
 import duckdb
 import pytest
+from click.testing import CliRunner
 
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.cli.inspect import plot as plot_command
+from rollstream.harness.cli.inspect import sql as sql_command
 from rollstream.metrics import service
 from rollstream.metrics.projection import projector
 from rollstream.metrics.projection.database import Database
@@ -25,7 +28,7 @@ from rollstream.metrics.sql.client import query
 from rollstream.metrics.sql.query import MEMORY_BYTES, Limits, start
 from rollstream.metrics.sql.result import Result, result_of
 from rollstream.schemas.base import Event
-from rollstream.schemas.errors import QueryError, RollstreamError
+from rollstream.schemas.errors import LogError, QueryError, RollstreamError
 
 REFUSED = [
     "INSERT INTO offsets VALUES ('a', 1, 1, now())",
@@ -114,9 +117,9 @@ def _no_long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def running(workspace: Path, found: list[Event]) -> Iterator[Callable[[Event], None]]:
+def running(workspace: Path, found: list[Event], log: MemoryLog | None = None) -> Iterator[Callable[[Event], None]]:
     """The service in a thread of its own, on a log in memory; gives what appends to that log."""
-    log = MemoryLog(num_partitions=2)
+    log = log or MemoryLog(num_partitions=2)
     loop = asyncio.new_event_loop()
     loop.run_until_complete(log.send_all(found))
     task = loop.create_task(service.run(log, workspace))
@@ -268,8 +271,34 @@ def test_only_the_owner_reads_the_token_and_nobody_asks_without_it(tmp_path: Pat
         token = tmp_path / "sql.token"
         assert stat.S_IMODE(token.stat().st_mode) == 0o600
         token.write_text("x" * 64)
-        with pytest.raises(QueryError, match=r"answers like another program .*token is missing or wrong"):
+        with pytest.raises(QueryError, match=r"answers like another program .*token is missing or wrong.*"):
             query(tmp_path, "SELECT 1")
+
+
+class LogWithOutages(MemoryLog):
+    """A log whose broker may be away."""
+
+    is_away = False
+
+    async def end_offsets(self, topic: str) -> dict[int, int]:
+        if self.is_away:
+            raise LogError("no broker answers")
+        return await super().end_offsets(topic)
+
+
+def test_without_waiting_the_metrics_answer_though_the_broker_does_not(tmp_path: Path, synthetic: Any) -> None:
+    log = LogWithOutages(num_partitions=2)
+    with running(tmp_path, list(synthetic.all_events()), log):
+        query(tmp_path, "SELECT 1")
+        log.is_away = True
+        with pytest.raises(QueryError, match="no broker answers; add --no-wait to query what the metrics have"):
+            query(tmp_path, "SELECT 1")
+        options = ["--no-wait", "--workspace", str(tmp_path)]
+        answer = CliRunner().invoke(sql_command, ["SELECT run_id FROM runs", "--format", "csv", *options])
+        assert answer.stdout.split() == ["run_id", synthetic.run_id]
+        drawn = CliRunner().invoke(plot_command, [synthetic.run_id, "-o", str(tmp_path / "run.png"), *options])
+        assert drawn.exception is None
+        log.is_away = False
 
 
 def test_a_port_file_that_a_killed_service_left_is_passed_over(tmp_path: Path) -> None:
