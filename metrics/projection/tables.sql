@@ -630,10 +630,12 @@ SELECT run_id, cause, outcome, count(DISTINCT rollout_id) AS num_rollouts, log.t
     WHERE m.num_dead_tokens > 0 AND a.is_trained
 ) WHERE cause <> 'handed_over' GROUP BY run_id, cause, outcome ORDER BY run_id, num_tokens DESC, cause;
 
+-- Of the batches that were trained, and of two jobs' batches of one version of the one that it was trained with.
 CREATE OR REPLACE VIEW staleness AS
-SELECT run_id, version, min(staleness) AS min_staleness, avg(staleness) AS mean_staleness, max(staleness) AS max_staleness,
-    count(*) AS num_trajectories, model_group
-FROM batch_members GROUP BY run_id, model_group, version ORDER BY run_id, model_group, version;
+SELECT m.run_id, t.version, min(m.staleness) AS min_staleness, avg(m.staleness) AS mean_staleness,
+    max(m.staleness) AS max_staleness, count(*) AS num_trajectories, t.model_group
+FROM batch_members m JOIN training_steps t ON t.batch_id = m.batch_id
+GROUP BY m.run_id, t.model_group, t.version ORDER BY m.run_id, t.model_group, t.version;
 
 -- How many trained tokens of a version's batch were how many versions old: one row for each class of ages that has some.
 CREATE OR REPLACE VIEW token_staleness AS

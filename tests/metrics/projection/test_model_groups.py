@@ -110,10 +110,45 @@ def events() -> list[Event]:
     return [*jobs, closed, *batches]
 
 
+def step_of(batch: BatchPlanned) -> StepTrained:
+    """The training of a batch."""
+    return StepTrained(
+        run_id=batch.run_id,
+        time_ms=9,
+        model_group=batch.model_group,
+        job_id=batch.job_id,
+        batch_id=batch.batch_id,
+        epoch=batch.epoch,
+        version=batch.yields_version,
+        term=1,
+        weights_sha256="1" * 64,
+        num_optimizer_steps=1,
+        metrics={},
+        seconds={},
+    )
+
+
+def test_only_trained_batches_have_a_staleness_and_a_version_that_of_its_own_batch(tmp_path: Path) -> None:
+    made = events()
+    first, beside = (one for one in made if isinstance(one, BatchPlanned))
+    old = tuple(member.model_copy(update={"staleness": 9}) for member in first.members)
+    changes = {"batch_id": ids.batch_id(MAIN, 1), "index": 1, "trains_at_version": 1, "yields_version": 2}
+    never = first.model_copy(update={**changes, "members": old})
+    by_another_job = first.model_copy(
+        update={"job_id": (job := f"{RUN}/next"), "batch_id": ids.batch_id(job, 0), "yields_version": 2}
+    )
+    steps = [step_of(first), step_of(by_another_job)]
+    query = "SELECT model_group, version, max_staleness, num_trajectories FROM staleness"
+    (rows,) = answers(tmp_path, [*made, never, by_another_job, *steps], query)
+    assert beside.model_group == f"{RUN}/verifiers"
+    assert rows == [(f"{RUN}/provers", version, 0, len(first.members)) for version in (1, 2)]
+
+
 def test_members_and_staleness_are_those_of_the_job_that_trains_them(tmp_path: Path) -> None:
     async def scenario() -> tuple[list[Any], ...]:
         log, file = MemoryLog(num_partitions=2), empty_file(tmp_path)
-        await log.send_all(events())
+        planned = events()
+        await log.send_all([*planned, *(step_of(one) for one in planned if isinstance(one, BatchPlanned))])
         await project_to_end(log, file)
         with connect(file, read_only=True) as connection:
             return tuple(
