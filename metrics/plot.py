@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rollstream.schemas import ids
 from rollstream.schemas.errors import QueryError
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 WINDOW_EPOCHS = 5
 """Number of epochs in the moving mean."""
+NAMED_RUNS = 10
+"""Runs that an error names."""
 
 
 def plot_run(workspace: Path, run_id: str, path: Path, *, fresh: bool = True) -> Path:
@@ -21,24 +24,33 @@ def plot_run(workspace: Path, run_id: str, path: Path, *, fresh: bool = True) ->
 
     Raises QueryError if the run is not known or has no epoch with a reward.
     """
+    figure = reward_figure(epochs_with_reward(workspace, run_id, fresh=fresh), run_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path
+
+
+def epochs_with_reward(workspace: Path, run_id: str, *, fresh: bool) -> "Result":
+    """Job, epoch, mean reward, its standard deviation and the curriculum percentile, in the order of training.
+
+    Raises QueryError as `plot_run` does.
+    """
     from rollstream.metrics.sql.client import query
 
     name = run_id.replace("'", "''")
     sql = (
-        "SELECT job_id, avg_reward, coalesce(reward_std, 0), curriculum_percentile FROM epoch_summary "
-        f"WHERE run_id = '{name}' AND avg_reward IS NOT NULL"
+        "SELECT job_id, epoch, avg_reward, coalesce(reward_std, 0), curriculum_percentile FROM epoch_summary "
+        f"WHERE run_id = '{name}' AND avg_reward IS NOT NULL "
+        "ORDER BY min(started_at) OVER (PARTITION BY job_id), job_id, epoch"
     )
     epochs = query(workspace, sql, fresh=fresh, limit=100_000)
-    if not epochs.rows:
-        known = [row[0] for row in query(workspace, "SELECT run_id FROM runs", limit=1000).rows]
-        why = (
-            "has no RL epoch with a reward yet; repeat this once one has ended"
-            if run_id in known
-            else f"does not exist; known runs: {', '.join(known)}"
-        )
-        raise QueryError(f"run {run_id} {why}")
-    _draw(epochs, run_id, path)
-    return path
+    if epochs.rows:
+        return epochs
+    if query(workspace, f"SELECT 1 FROM runs WHERE run_id = '{name}'", fresh=False).rows:
+        raise QueryError(f"run {run_id} has no RL epoch with a reward yet; repeat this once one has ended")
+    newest = f"SELECT run_id FROM runs ORDER BY started_at DESC, run_id LIMIT {NAMED_RUNS}"
+    known = ", ".join(row[0] for row in query(workspace, newest, fresh=False).rows) or "none yet"
+    raise QueryError(f"run {run_id} does not exist; known runs, the newest first: {known}")
 
 
 def moving_mean(values: Sequence[float], window: int = WINDOW_EPOCHS) -> list[float]:
@@ -61,47 +73,80 @@ def reward_axes(run_id: str, *, dpi: int, layout: Literal["constrained"] | None 
     return figure, axes
 
 
-def draw_percentile(axes: Any, epochs: Sequence[int], shares: Sequence[float | None], of: str, color: str) -> Any:
+def draw_percentile(
+    axes: Any,
+    epochs: Sequence[int],
+    shares: Sequence[float | None],
+    of: str,
+    color: str,
+    *,
+    prefix: str = "",
+    second: Any = None,
+) -> Any:
     """Draw the curriculum percentile on an axis of its own at the right, and return that axis.
 
-    `shares` are from 0 to 1; `of` names their whole.
+    `shares` are from 0 to 1; `of` names their whole. `second`: the axis that another line has already.
     """
-    second = axes.twinx()
+    is_first = second is None
+    second = axes.twinx() if is_first else second
     percentages = [math.nan if share is None else 100 * share for share in shares]
-    second.step(epochs, percentages, where="post", color=color, linestyle="--", label="curriculum percentile")
-    second.set_ylabel(f"curriculum percentile (% of {of})", color=color)
+    label = f"{prefix}curriculum percentile"
+    second.step(epochs, percentages, where="post", color=color, linestyle="--", label=label)
+    axis_color = color if is_first else "black"
+    second.set_ylabel(f"curriculum percentile (% of {of})", color=axis_color)
     second.set_ylim(0, 105)
-    second.tick_params(axis="y", colors=color)
+    second.tick_params(axis="y", colors=axis_color)
     return second
 
 
-def _draw(epochs: "Result", run_id: str, path: Path) -> None:
-    jobs, means, spreads, percentiles = (list(column) for column in zip(*epochs.rows, strict=True))
-    numbers = list(range(len(means)))
+class _JobEpochs(NamedTuple):
+    """Epochs of a job that have a reward, in order."""
+
+    job_id: str
+    epochs: list[int]
+    means: list[float]
+    deviations: list[float]
+    percentiles: list[float | None]
+
+    @property
+    def has_percentile(self) -> bool:
+        """Whether the job has a curriculum."""
+        return any(percentile is not None for percentile in self.percentiles)
+
+
+def reward_figure(epochs: "Result", run_id: str) -> Any:
+    """Matplotlib's figure of `epochs_with_reward`; each job has a line, for several may go through the same epochs."""
+    jobs = [
+        _JobEpochs(job_id, *(list(column) for column in zip(*(row[1:] for row in rows), strict=True)))
+        for job_id, rows in groupby(epochs.rows, key=itemgetter(0))
+    ]
     figure, axes = reward_axes(run_id, dpi=130, layout="constrained")
-    low, high = (
-        [m - s for m, s in zip(means, spreads, strict=True)],
-        [m + s for m, s in zip(means, spreads, strict=True)],
-    )
-    axes.fill_between(numbers, low, high, color="tab:blue", alpha=0.15, linewidth=0, label="±1 standard deviation")
-    axes.plot(numbers, means, color="tab:blue", marker="o", markersize=4, linewidth=1.2, label="mean reward")
-    if len(means) > 2:
-        label = f"moving mean of {WINDOW_EPOCHS} epochs"
-        axes.plot(numbers, moving_mean(means), color="tab:red", linewidth=2, label=label)
-    _mark_jobs(axes, jobs)
+    second: Any = None
+    for number, job in enumerate(jobs):
+        own = f"C{number}"
+        colors = ("tab:blue", "tab:red", "tab:green") if len(jobs) == 1 else (own, own, own)
+        prefix = "" if len(jobs) == 1 else f"{ids.name_of(job.job_id)}: "
+        _draw_job(axes, job, prefix, colors)
+        if job.has_percentile:
+            second = draw_percentile(
+                axes, job.epochs, job.percentiles, "examples", colors[2], prefix=prefix, second=second
+            )
     handles, labels = axes.get_legend_handles_labels()
-    if any(percentile is not None for percentile in percentiles):
-        second = draw_percentile(axes, numbers, percentiles, "examples", "tab:green")
+    if second is not None:
         more, names = second.get_legend_handles_labels()
         handles, labels = handles + more, labels + names
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    ncols = len(labels) if len(jobs) == 1 else 2
+    figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False)
+    return figure
 
 
-def _mark_jobs(axes: Any, jobs: Sequence[str]) -> None:
-    """A line where a later job of the same run begins."""
-    for number, (before, job) in enumerate(pairwise(jobs), start=1):
-        if job != before:
-            axes.axvline(number - 0.5, color="grey", linestyle=":", linewidth=1)
-            axes.annotate(ids.name_of(job), (number - 0.5, 1), xycoords=("data", "axes fraction"), va="top")
+def _draw_job(axes: Any, job: _JobEpochs, prefix: str, colors: tuple[str, str, str]) -> None:
+    low = [mean - deviation for mean, deviation in zip(job.means, job.deviations, strict=True)]
+    high = [mean + deviation for mean, deviation in zip(job.means, job.deviations, strict=True)]
+    label = f"{prefix}±1 standard deviation"
+    axes.fill_between(job.epochs, low, high, color=colors[0], alpha=0.15, linewidth=0, label=label)
+    label = f"{prefix}mean reward"
+    axes.plot(job.epochs, job.means, color=colors[0], marker="o", markersize=4, linewidth=1.2, label=label)
+    if len(job.means) > 2:
+        label = f"{prefix}moving mean of {WINDOW_EPOCHS} epochs"
+        axes.plot(job.epochs, moving_mean(job.means), color=colors[1], linewidth=2, label=label)

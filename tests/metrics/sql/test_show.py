@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,16 @@ from rollstream.harness.cli.inspect import plot as plot_command
 from rollstream.harness.cli.inspect import sql as sql_command
 from rollstream.harness.cli.main import one_line
 from rollstream.learner.untrained import OUTCOMES
-from rollstream.metrics.plot import moving_mean, plot_run
+from rollstream.metrics.plot import epochs_with_reward, moving_mean, plot_run, reward_figure
 from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import project
 from rollstream.metrics.sql.client import query
 from rollstream.metrics.sql.formats import FORMATS, to_csv, to_json, to_parquet, to_table
 from rollstream.metrics.sql.result import Result
 from rollstream.metrics.sql.select_only import run_select
+from rollstream.schemas.base import Event
 from rollstream.schemas.errors import QueryError
+from rollstream.schemas.events import EpochSealed, GroupClosed
 from tests.metrics.conftest import empty_file
 
 RESULT = Result(
@@ -181,7 +184,7 @@ def test_a_column_that_parquet_cannot_store_is_named(value: str, tmp_path: Path)
 
 
 def test_the_command_gives_as_many_rows_as_it_is_asked_for(tmp_path: Path, synthetic: Any) -> None:
-    fill(tmp_path, synthetic)
+    fill(tmp_path, synthetic.all_events())
     options = ["SELECT * FROM range(12000)", "--format", "csv", "--workspace", str(tmp_path)]
     for limit, num_rows in (([], 10_000), (["--limit", "11000"], 11_000), (["--limit", "12000"], 12_000)):
         answer = CliRunner().invoke(sql_command, [*options, *limit])
@@ -195,16 +198,47 @@ def test_the_moving_mean_looks_back() -> None:
 
 def test_a_run_is_drawn(tmp_path: Path, synthetic: Any) -> None:
     synthetic.num_epochs = 12
-    fill(tmp_path, synthetic)
+    fill(tmp_path, synthetic.all_events())
     path = plot_run(tmp_path, synthetic.run_id, tmp_path / "plots" / "run.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 20_000
     assert len(query(tmp_path, "SELECT * FROM epoch_summary").rows) == 12
 
 
+def lines_of(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
+    return {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+
+
+def test_jobs_have_lines_of_their_own_at_their_epochs() -> None:
+    columns = ("job_id", "epoch", "avg_reward", "reward_std", "curriculum_percentile")
+    first = [("r/rl", epoch, 0.0, 0.0, 0.5) for epoch in (0, 1, 3, 4)]
+    second = [("r/rl-verifiers", epoch, 1.0, 0.0, None) for epoch in (0, 1)]
+    axes, right = reward_figure(Result(columns, ("",) * 5, (*first, *second)), "r").axes
+    assert lines_of(axes) == {
+        "rl: mean reward": ([0, 1, 3, 4], [0.0] * 4),
+        "rl: moving mean of 5 epochs": ([0, 1, 3, 4], [0.0] * 4),
+        "rl-verifiers: mean reward": ([0, 1], [1.0, 1.0]),
+    }
+    assert lines_of(right) == {"rl: curriculum percentile": ([0, 1, 3, 4], [50.0] * 4)}
+    (alone, _) = reward_figure(Result(columns, ("",) * 5, tuple(first)), "r").axes
+    assert set(lines_of(alone)) == {"mean reward", "moving mean of 5 epochs"}
+
+
+def test_an_epoch_without_reward_leaves_a_gap_in_a_runs_plot(tmp_path: Path, synthetic: Any) -> None:
+    synthetic.num_epochs = 3
+    found = [
+        event.model_copy(update={"avg_reward": None}) if isinstance(event, EpochSealed) and event.epoch == 1 else event
+        for event in synthetic.all_events()
+        if not (isinstance(event, GroupClosed) and event.epoch == 1)
+    ]
+    fill(tmp_path, found)
+    axes, _ = reward_figure(epochs_with_reward(tmp_path, synthetic.run_id, fresh=False), synthetic.run_id).axes
+    assert lines_of(axes)["mean reward"][0] == [0, 2]
+
+
 def test_a_full_disk_is_reported_with_the_file_and_the_remedy(tmp_path: Path, synthetic: Any) -> None:
     synthetic.num_epochs = 2
-    fill(tmp_path, synthetic)
+    fill(tmp_path, synthetic.all_events())
     workspace = ["--workspace", str(tmp_path)]
     for command, options in (
         (sql_command, ["SELECT 1", "--output", "/dev/full"]),
@@ -217,15 +251,25 @@ def test_a_full_disk_is_reported_with_the_file_and_the_remedy(tmp_path: Path, sy
 
 
 def test_a_run_that_is_not_known_is_named_with_those_that_are(tmp_path: Path, synthetic: Any) -> None:
-    fill(tmp_path, synthetic)
-    with pytest.raises(QueryError, match=r"run nobody's does not exist; known runs: demo-000001"):
+    fill(tmp_path, synthetic.all_events())
+    with pytest.raises(QueryError, match=r"run nobody's does not exist; known runs, the newest first: demo-000001"):
         plot_run(tmp_path, "nobody's", tmp_path / "run.png")
 
 
-def fill(workspace: Path, synthetic: Any) -> None:
-    """Write a run into a workspace's file, straight from its events."""
-    encoded = [encode(event) for event in synthetic.all_events()]
-    records = [Record(e.topic, 0, i, e.key, e.value, e.headers, 0) for i, e in enumerate(encoded)]
+def test_of_many_runs_every_one_is_known_and_the_newest_are_named(tmp_path: Path, synthetic: Any) -> None:
+    started = next(synthetic.all_events())
+    fill(tmp_path, [started.model_copy(update={"run_id": f"r-{n:04}", "time_ms": n}) for n in range(1100)])
+    with pytest.raises(QueryError, match=r"run r-1099 has no RL epoch with a reward yet"):
+        plot_run(tmp_path, "r-1099", tmp_path / "run.png")
+    newest = ", ".join(f"r-{n:04}" for n in range(1099, 1089, -1))
+    with pytest.raises(QueryError, match=rf"run r-9999 does not exist; known runs, the newest first: {newest}$"):
+        plot_run(tmp_path, "r-9999", tmp_path / "run.png")
+
+
+def fill(workspace: Path, found: Iterable[Event]) -> None:
+    """Write events into a workspace's file."""
+    encoded = [encode(event) for event in found]
+    records = [Record(e.topic, 0, i, e.key, e.value, e.headers, i) for i, e in enumerate(encoded)]
     database = Database(empty_file(workspace))
     database.write(project(records), {})
     database.close()
