@@ -168,14 +168,7 @@ async def _read_from(log: EventLog, run_id: str, starts: Mapping[str, int]) -> R
     """
     events = RunEvents(run_id)
     begins = await log.begin_offsets(LETTERS)
-    async for record in read_to_end(log, LETTERS, _starts(LETTERS, begins, starts)):
-        try:
-            origin = dead_letters.origin(record.headers)
-        except LogError:
-            continue
-        events.dead.add(origin)
-        if origin[0] == "groups" and dead_letters.is_of_fold(record.headers):
-            events.dead_by_fold.add(origin)
+    await take_letters(log, events, _starts(LETTERS, begins, starts))
     ends = {topic: await log.end_offsets(topic) for topic in EFFECTS_FIRST}
     for topic in reversed(EFFECTS_FIRST):
         begins = await log.begin_offsets(topic)
@@ -187,6 +180,18 @@ async def _read_from(log: EventLog, run_id: str, starts: Mapping[str, int]) -> R
         async for record in read_to_end(log, topic, ends[topic], until):
             events.take(record, is_later=True)
     return events
+
+
+async def take_letters(log: EventLog, events: RunEvents, starts: Mapping[int, int] | None = None) -> None:
+    """Note the records of all runs that are dead letters, from `starts` on (default: from the beginning)."""
+    async for record in read_to_end(log, LETTERS, starts):
+        try:
+            origin = dead_letters.origin(record.headers)
+        except LogError:
+            continue
+        events.dead.add(origin)
+        if origin[0] == "groups" and dead_letters.is_of_fold(record.headers):
+            events.dead_by_fold.add(origin)
 
 
 def _starts(topic: str, begins: Mapping[int, int], starts: Mapping[str, int]) -> dict[int, int]:

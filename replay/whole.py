@@ -1,48 +1,101 @@
 """Whether every run of a log is complete, judged by its own records, because there may be no other source."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 
-from rollstream.eventlog.log import EventLog, TopicPartition, check_kept
+from rollstream.eventlog.log import EventLog, Record, TopicPartition, check_kept
 from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.replay.completeness import Named, check_whole, gone, unended
-from rollstream.replay.source import EFFECTS_FIRST, RunEvents, of_type, read_run
+from rollstream.replay.source import EFFECTS_FIRST, RunEvents, of_type, take_letters
 from rollstream.schemas import ids
 from rollstream.schemas.base import Locator
-from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, GroupClosed
+
+
+class _Spans(dict[TopicPartition, tuple[int, int]]):
+    """Offsets of a run's oldest record and behind its newest one, by partition."""
+
+    def add(self, record: Record) -> None:
+        """Note a record, in the order of its partition."""
+        where = TopicPartition(record.topic, record.partition)
+        self[where] = (self.get(where, (record.offset, 0))[0], record.offset + 1)
+
+    async def read(self, log: EventLog) -> AsyncIterator[Record]:
+        """The records there, other runs' between them too; in the order of `EFFECTS_FIRST`, causes first."""
+        for topic in reversed(EFFECTS_FIRST):
+            spans = {where.partition: span for where, span in self.items() if where.topic == topic}
+            starts, ends = ({number: span[at] for number, span in spans.items()} for at in (0, 1))
+            if spans:
+                async for record in read_to_end(log, topic, starts, ends):
+                    yield record
+
+
+@dataclass(slots=True)
+class _Index:
+    """Positions of each run's records, found in one pass over the small topics."""
+
+    common: RunEvents
+    """Dead letters and retained offsets, which are of no single run."""
+    runs: dict[str, str] = field(default_factory=dict[str, str])
+    """Runs that some record is of, with that record's event id."""
+    spans: dict[str, _Spans] = field(default_factory=dict[str, _Spans])
+    """Those of each run that are read."""
+    later: dict[str, _Spans] = field(default_factory=dict[str, _Spans])
+    """Those of each run behind them, see `RunEvents.later`."""
+
+    def take(self, record: Record, *, is_later: bool = False) -> None:
+        """Take in a record; those of events have a key."""
+        if record.key is None:
+            return
+        run_id = ids.run_of(record.key.decode(errors="replace"))
+        (self.later if is_later else self.spans).setdefault(run_id, _Spans()).add(record)
+        if run_id not in self.runs and not is_later and (received := decoded(record)) is not None:
+            self.runs.setdefault(received.event.run_id, received.event.event_id)
+
+    async def events_of(self, log: EventLog, run_id: str) -> RunEvents:
+        """The run's records, as `read_run` reads them."""
+        of_all = self.common
+        events = RunEvents(run_id, dead=of_all.dead, dead_by_fold=of_all.dead_by_fold, kept=of_all.kept)
+        async for record in self.spans[run_id].read(log):
+            events.take(record)
+        async for record in self.later.get(run_id, _Spans()).read(log):
+            events.take(record, is_later=True)
+        return events
 
 
 async def check_runs(log: EventLog) -> list[str]:
     """The message about runs whose training is over and whose RunEnded is missing (`unended`).
 
     Raises TruncatedError naming the first record that is gone though others name it, or the range that is not kept.
-    The newest records of an open run are named by nothing. Holds the small
-    topics' records of one run at a time, so that it reads them once for every run.
+    The newest records of an open run are named by nothing. Reads the small topics once to find where each run's records
+    lie, then those of one run at a time, from its first to its last one, which it holds meanwhile.
     """
     unended_runs: list[str] = []
-    for run_id, event_id in (await _runs(log)).items():
-        try:
-            events = await read_run(log, run_id)
-        except ConfigError as error:
-            begin, end = (await log.begin_offsets("groups"))[0], (await log.end_offsets("groups"))[0]
-            events = RunEvents(run_id, kept={"groups": {0: (begin, end)}})
-            raise gone(events, Named("groups", ids.event_id("run_started", run_id), event_id)) from error
+    index = await _indexed(log)
+    for run_id, event_id in index.runs.items():
+        events = await index.events_of(log, run_id)
+        if not events.is_begun:
+            raise gone(events, Named("groups", ids.event_id("run_started", run_id), event_id))
         check_whole(events)
         await _check_ranges(log, events)
         unended_runs += filter(None, [unended(events)])
     return unended_runs
 
 
-async def _runs(log: EventLog) -> dict[str, str]:
-    """Every run that some record is of, with that record's event id."""
-    found: dict[str, str] = {}
+async def _indexed(log: EventLog) -> _Index:
+    """The index up to two ends of every topic, which are taken as `read_run` takes them."""
+    index = _Index(RunEvents(""))
+    await take_letters(log, index.common)
+    ends = {topic: await log.end_offsets(topic) for topic in EFFECTS_FIRST}
     for topic in reversed(EFFECTS_FIRST):
-        async for record in read_to_end(log, topic):
-            if record.key is None or ids.run_of(record.key.decode(errors="replace")) in found:
-                continue
-            if (received := decoded(record)) is not None:
-                found.setdefault(received.event.run_id, received.event.event_id)
-    return found
+        begins = await log.begin_offsets(topic)
+        index.common.kept[topic] = {number: (begins[number], end) for number, end in ends[topic].items()}
+        async for record in read_to_end(log, topic, None, ends[topic]):
+            index.take(record)
+    for topic in EFFECTS_FIRST:
+        async for record in read_to_end(log, topic, ends[topic], await log.end_offsets(topic)):
+            index.take(record, is_later=True)
+    return index
 
 
 async def _check_ranges(log: EventLog, events: RunEvents) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from rollstream.eventlog import reading
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import Received, Record
 from rollstream.eventlog.run_offsets import ends_now
 from rollstream.replay.completeness import check_whole, compare_named
 from rollstream.replay.report import Report
 from rollstream.replay.source import read_run
+from rollstream.replay.whole import check_runs
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
@@ -105,6 +107,24 @@ def test_an_undecodable_record_of_a_run_with_a_longer_name_does_not_damage_this_
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("num_runs", [10, 40])
+def test_to_check_every_run_of_a_log_each_record_is_read_twice(num_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once to find where each run's records lie. A poll may read some more than are asked for."""
+    monkeypatch.setattr(reading, "MAX_RECORDS", 1)
+
+    async def scenario() -> None:
+        log = CountingLog()
+        for number in range(num_runs):
+            await run(log, f"run-{number}", has_ended=False)
+            await log.send(RunEnded(run_id=f"run-{number}", time_ms=1, cause="stopped"))
+            await dead_task(log, f"run-{number}", 0)
+        log.num_read.clear()
+        assert await check_runs(log) == []
+        assert log.num_read == {"groups": 4 * num_runs, "jobs": 2 * num_runs, "tasks": 2 * num_runs, "dlq": num_runs}
+
+    asyncio.run(scenario())
+
+
 class BusyLog(CountingLog):
     """A run goes on while it is read: before each answer to where a topic ends, what comes next is written."""
 
@@ -145,8 +165,9 @@ def sealed(run_id: str, epoch: int) -> EpochSealed:
     )
 
 
+@pytest.mark.parametrize("checks_all", [False, True])
 @pytest.mark.parametrize("between", ["weights", "jobs", "tasks", "batches", "groups"])
-def test_a_request_and_its_answer_written_during_the_reading_are_not_missing(between: str) -> None:
+def test_a_request_and_its_answer_written_during_the_reading_are_not_missing(between: str, checks_all: bool) -> None:
     """The two records are written before the end of `between` is taken."""
 
     async def scenario() -> None:
@@ -167,6 +188,9 @@ def test_a_request_and_its_answer_written_during_the_reading_are_not_missing(bet
         job: dict[str, Any] = {"job_id": "busy/rl", "model_group": "busy/policy"}
         succeeded = JobSucceeded(**COMMON, **job, final_version=0)
         log.to_come[between] = [task, closed, succeeded, RunEnded(**COMMON, cause="completed")]
+        if checks_all:
+            assert await check_runs(log) == []
+            return
         events = await read_run(log, "busy")
         check_whole(events)
         report = Report()
