@@ -13,6 +13,7 @@ from collections.abc import Container, Set
 from typing import NamedTuple
 
 import orjson
+from pydantic import ValidationError
 
 from rollstream.eventlog.artifact_retry import put
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -82,10 +83,21 @@ def original(letter: Record, artifacts: ArtifactStore) -> Record:
     by_name = dict(letter.headers)
     key, value, headers = letter.key, letter.value, _without_ours(letter.headers)
     if REFERENCE in by_name:
-        value = artifacts.read(ArtifactRef.model_validate_json(by_name[REFERENCE]))
+        value = artifacts.read(stored_at(by_name[REFERENCE]))
     elif WHOLE in by_name:
-        key, value, headers = _unpack(artifacts.read(ArtifactRef.model_validate_json(by_name[WHOLE])))
+        key, value, headers = _unpack(artifacts.read(stored_at(by_name[WHOLE])))
     return Record(topic, partition, offset, key, value, headers, letter.timestamp_ms)
+
+
+def stored_at(reference: bytes) -> ArtifactRef:
+    """The artifact that a dead letter's header names. Raises LogError if it names none."""
+    try:
+        return ArtifactRef.model_validate_json(reference)
+    except ValidationError as error:
+        raise LogError(
+            "a header of a dead letter does not name the artifact with its bytes; rollstream did not write it, leave "
+            "it out"
+        ) from error
 
 
 class Redriven(NamedTuple):

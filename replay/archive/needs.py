@@ -4,15 +4,16 @@ These are artifacts, ranges of `steps`, and other runs' trajectories that its ma
 records of the topics `groups`, `batches`, `jobs`, `weights` and `dlq`. Reads no artifact.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rollstream.eventlog.codec import decode, kind_of
-from rollstream.eventlog.dead_letters import REFERENCE, WHOLE
+from rollstream.eventlog.dead_letters import REFERENCE, WHOLE, stored_at
 from rollstream.eventlog.log import Record
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event, Locator
-from rollstream.schemas.errors import DecodeError
+from rollstream.schemas.errors import DecodeError, LogError
 from rollstream.schemas.events import (
     BatchPlanned,
     GroupClosed,
@@ -73,8 +74,9 @@ class ArtifactNeeds:
         if record.topic == "dlq":
             for name in (REFERENCE, WHOLE):
                 if name in headers:
-                    ref = ArtifactRef.model_validate_json(headers[name])
-                    self.letters[ref.sha256] = ref
+                    with suppress(LogError):  # some other program wrote it
+                        ref = stored_at(headers[name])
+                        self.letters[ref.sha256] = ref
         elif kind_of(record) in NAMED:
             try:
                 self._take(decode(record).event)

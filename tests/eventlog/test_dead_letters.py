@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.dead_letters import REFERENCE, origin, original, send_dead_letter
+from rollstream.eventlog.dead_letters import REFERENCE, WHOLE, origin, original, send_dead_letter
 from rollstream.eventlog.log import Record
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.schemas.errors import DecodeError, LogError
@@ -102,3 +102,11 @@ def test_the_reason_of_a_letter_holds_no_secret(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MY_SECRET", "s3cr3t-value")
     letter = sent(Record("steps", 3, 41, b"key", b"bytes", (), 5), error=ValueError("no s3cr3t-value here"))
     assert dict(letter.headers)["__connect.errors.exception.message"] == b"no ${MY_SECRET} here"
+
+
+@pytest.mark.parametrize("name", [REFERENCE, WHOLE])
+@pytest.mark.parametrize("content", [b"not json", b"{}", b"\xff"])
+def test_a_reference_that_names_no_artifact_is_one_clear_error(name: str, content: bytes, tmp_path: Path) -> None:
+    letter = sent(Record("steps", 3, 41, b"k", None, (), 5))
+    with pytest.raises(LogError, match="does not name the artifact with its bytes; rollstream did not write it"):
+        original(replace(letter, headers=(*letter.headers, (name, content))), ArtifactStore(str(tmp_path)))

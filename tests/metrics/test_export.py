@@ -9,7 +9,7 @@ import duckdb
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.dead_letters import send_dead_letter
+from rollstream.eventlog.dead_letters import REFERENCE, send_dead_letter
 from rollstream.eventlog.log import EventLog, Position, Record, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.replay.archive.export import export_run
@@ -227,6 +227,7 @@ def test_an_export_has_the_dead_letters_that_came_from_its_run(
         large = Record("groups", 0, 2, b"one" * 3_000_000, b"{", (), 0)
         for record in (inside, outside, large, Record("batches", 0, 0, b"one", b"{", (), 0)):
             await send_dead_letter(log, record, service="s", stage="decode", error=DecodeError("no"), artifacts=store)
+        await log.send_raw("dlq", key=b"one", value=b"", headers=((REFERENCE, b"of another program"),))
 
     asyncio.run(fill())
     manifest = export(log, "one", tmp_path / "export", store)
@@ -236,7 +237,7 @@ def test_an_export_has_the_dead_letters_that_came_from_its_run(
         async with open_export(tmp_path / "export") as (exported, _):
             return [record.position for record in await records_of(exported, "dlq")]
 
-    assert asyncio.run(exported_positions()) == [Position("dlq", 0, offset) for offset in (0, 2, 3)]
+    assert asyncio.run(exported_positions()) == [Position("dlq", 0, offset) for offset in (0, 2, 3, 4)]
 
 
 def test_base_weights_are_kept_and_all_weights_when_asked_for(
