@@ -123,6 +123,8 @@ def rebuild(
                 else:
                     await make_again(log, path, is_partial=partial, report=show)
             except TruncatedError as error:
+                if source is not None or partial:  # where --partial changes nothing
+                    raise
                 raise TruncatedError(f"{error}; --partial projects what is left") from error
 
     try:
