@@ -394,7 +394,8 @@ SELECT run_id, job_id, model_group, min(version) AS version, min(batch_id) AS ba
         THEN sum(mean_logprob * num_tokens) / nullif(sum(num_tokens), 0) END AS mean_logprob, log.at(max(time_ms)) AS scored_at
 FROM first
 GROUP BY run_id, job_id, model_group, trajectory_id, trajectory_sha256, scorer_sha256, role, model, temperature, context
-HAVING count(*) = max(num_parts) ORDER BY model_group, version, trajectory_id, role;
+HAVING count(*) = max(num_parts)
+ORDER BY model_group, version, trajectory_id, role, model, temperature, context, trajectory_sha256, job_id, run_id;
 
 CREATE OR REPLACE VIEW weight_loads AS
 SELECT run_id, model_group, version, engine, seconds, num_skipped, log.at(recorded_ms) AS loaded_at
@@ -628,7 +629,7 @@ SELECT run_id, cause, outcome, count(DISTINCT rollout_id) AS num_rollouts, log.t
     FROM log.members m ANTI JOIN log.trajectory_rejected r ON r.trajectory_id = m.trajectory_id AND r.run_id = m.run_id
     JOIN log.attempt a ON a.rollout_id = m.rollout_id
     WHERE m.num_dead_tokens > 0 AND a.is_trained
-) WHERE cause <> 'handed_over' GROUP BY run_id, cause, outcome ORDER BY run_id, num_tokens DESC, cause;
+) WHERE cause <> 'handed_over' GROUP BY run_id, cause, outcome ORDER BY run_id, num_tokens DESC, cause, outcome;
 
 -- Of the batches that were trained, and of two jobs' batches of one version of the one that it was trained with.
 CREATE OR REPLACE VIEW staleness AS
