@@ -202,6 +202,16 @@ class Database:
         found = self._connection.execute('SELECT topic, "partition", next_offset FROM main.offsets').fetchall()
         return {TopicPartition(topic, partition): offset for topic, partition, offset in found}
 
+    def starts(self) -> dict[TopicPartition, int]:
+        """Offset at which the reading of a partition began, where that was not 0."""
+        return tables.starts(self._connection)
+
+    def begin_at(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Note where the reading of these partitions begins, and that nothing of them was read yet."""
+        with self._transaction():
+            tables.note_starts(self._connection, offsets)
+        self.write({}, offsets)
+
     def claim_cluster(self, cluster_id: str) -> None:
         """Tie the file to a cluster. Raises MetricsFileError if it is tied to another one."""
         found = tables.meta(self._connection, "cluster_id")

@@ -77,7 +77,9 @@ class Projector:
         if self._database.is_old:
             await self._renew()
         self._done = await self._start_offsets()
-        await asyncio.to_thread(self._database.write, {}, self._done)  # a partition not read yet must not lose any
+        stored = self._database.offsets()
+        new = {where: offset for where, offset in self._done.items() if where not in stored}
+        await asyncio.to_thread(self._database.begin_at, new)  # a partition not read yet must not lose any
         reader = await self._log.reader(self._done)
         try:
             while not self._stopping:
@@ -122,12 +124,12 @@ class Projector:
 
         Raises TruncatedError if the log has lost something that the file has, MetricsFileError if it need not have it.
         """
-        path = self._database.path
+        path, starts = self._database.path, self._database.starts()
         for where, stored in sorted(self._database.offsets().items()):
             begin = (await self._log.begin_offsets(where.topic)).get(where.partition, 0)
             end = (await self._log.end_offsets(where.topic)).get(where.partition, 0)
             try:
-                for offset in (0, stored):
+                for offset in (starts.get(where, 0), stored):
                     check_kept(where, offset, begin, end)
             except TruncatedError as error:
                 raise TruncatedError(

@@ -4,12 +4,17 @@ Every function runs in the transaction of its caller.
 """
 
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
 import duckdb
 
+from rollstream.eventlog.log import TopicPartition
 from rollstream.metrics.projection.columns import read_sql
+
+START = "start of "
+"""Beginning of the names in `log.meta` that say where the reading of a partition began."""
 
 
 class _Made(NamedTuple):
@@ -59,6 +64,22 @@ def make_again(connection: duckdb.DuckDBPyConnection) -> None:
 def tie_to(connection: duckdb.DuckDBPyConnection, cluster_id: str) -> None:
     """Note the cluster that the rows are from."""
     connection.execute("INSERT INTO log.meta VALUES ('cluster_id', $1)", [cluster_id])
+
+
+def starts(connection: duckdb.DuckDBPyConnection) -> dict[TopicPartition, int]:
+    """Offset of the first record that was read, by partition; 0 for others."""
+    found = connection.execute(f"SELECT name, value FROM log.meta WHERE starts_with(name, '{START}')").fetchall()
+    named = [(name.removeprefix(START).rpartition("/"), int(offset)) for name, offset in found]
+    return {TopicPartition(topic, int(number)): offset for (topic, _, number), offset in named}
+
+
+def note_starts(connection: duckdb.DuckDBPyConnection, begun: Mapping[TopicPartition, int]) -> None:
+    """Note where the reading of partitions begins, if the log had lost their first records by then."""
+    for where, offset in begun.items():
+        name = f"{START}{where.topic}/{where.partition}"
+        connection.execute("DELETE FROM log.meta WHERE name = $1", [name])
+        if offset:
+            connection.execute("INSERT INTO log.meta VALUES ($1, $2)", [name, str(offset)])
 
 
 def has_rows_without_offsets(connection: duckdb.DuckDBPyConnection) -> bool:

@@ -83,6 +83,24 @@ def test_rows_that_the_log_has_lost_stay_when_the_tables_are_of_another_version(
     assert runs_in(path) == [("one",)]
 
 
+def test_rows_that_the_file_never_had_are_not_lost_when_the_tables_are_of_another_version(
+    tmp_path: Path, new_run: Any
+) -> None:
+    path = empty_file(tmp_path)
+    log = log_of(new_run("one"))
+    log.truncate(TopicPartition("jobs", 0), 2)
+    grow(log, path)
+    before = rows_of(path)
+    for _ in range(2):
+        make_old(path)
+        grow(log, path)
+        assert rows_of(path) == before
+    make_old(path)
+    log.truncate(TopicPartition("jobs", 0), 3)
+    with pytest.raises(TruncatedError, match="offset 2 of topic jobs partition 0 is not kept: it holds 3 to"):
+        grow(log, path)
+
+
 def test_tables_of_another_version_stay_when_the_topics_were_made_again(tmp_path: Path, synthetic: Any) -> None:
     path = empty_file(tmp_path)
     grow(log_of(synthetic), path)
