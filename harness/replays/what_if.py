@@ -23,7 +23,8 @@ from rollstream.harness.config.rewards import permissions_of, weights_of
 from rollstream.harness.config.yaml import merged, read_yaml
 from rollstream.harness.runs.driver import give_signs_of_life
 from rollstream.harness.runs.plan import planned_as
-from rollstream.harness.runs.preflight import check_rewards, check_temperature
+from rollstream.harness.runs.preflight import check_rewards
+from rollstream.harness.runs.sampling_checks import check_temperature
 from rollstream.harness.runs.stored_config import check_stored
 from rollstream.learner.versions import library_versions
 from rollstream.replay import assembly

@@ -15,10 +15,10 @@ from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import check_manifests, jobs_of
 from rollstream.harness.config.resolve import block_of
 from rollstream.harness.config.rewards import check_examples, permissions_of
-from rollstream.harness.runs.engine_checks import reads_base_models
 from rollstream.harness.runs.follower import follow
 from rollstream.harness.runs.preflight import environment_of, users_code
 from rollstream.harness.runs.progress import Progress
+from rollstream.harness.runs.sampling_checks import reads_base_models
 from rollstream.harness.runs.stored_config import check_stored
 from rollstream.learner.versions import library_versions
 from rollstream.producers.league.draw import frozen_player

@@ -24,11 +24,9 @@ from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.addresses import check_port, is_this_machine, is_unspecified
 from rollstream.harness.services.optional_dependencies import check_learner, check_quantized
 from rollstream.producers.league.draw import check_league
-from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, describe
 from rollstream.schemas.services import LOOPBACK
-from rollstream.schemas.settings import JobSpec
 from rollstream.schemas.users_code import import_module
 from rollstream.schemas.variables import conceal, expand
 
@@ -140,58 +138,6 @@ def _check_inputs(config: RunConfig, examples: "Iterable[Example]", where: str) 
                 environment.check_inputs(example.inputs, example.example_id)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-
-
-def check_temperature(config: RunConfig) -> None:
-    """Raises ConfigError if ratios would compare distributions of different temperatures, or greedy decoding.
-
-    `sampling` does not apply to rollouts sampled elsewhere.
-    """
-    algorithm, sampled = config.adapter.algorithm, config.builder.sampling.temperature
-    if not algorithm.needs.behaviour or config.environment in MADE_ELSEWHERE or config.endpoint is not None:
-        return
-    location = f"trajectory_builders.{config.finetuning.trajectory_builder}.sampling.temperature"
-    if sampled == 0:
-        raise ConfigError(
-            f"{location}: 0 decodes greedily, so all rollouts of a task are equal and {algorithm.name} has no ratio to "
-            "the sampling distribution; set it above 0 (validation may use 0 through --validation_config_file)"
-        )
-    if "temperature" in algorithm.model_fields_set and algorithm.temperature != sampled:
-        raise ConfigError(
-            f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.temperature: {algorithm.temperature:g} "
-            f"differs from the sampling temperature {location}: {sampled:g}, so ratios would not start at 1; remove "
-            f"algorithm.temperature or set both to the same value"
-        )
-
-
-def check_truncation(config: RunConfig) -> None:
-    """Raises ConfigError if groups with equal rewards are rejected before a penalty for their length is subtracted, or
-    if the algorithm does not take the negative rewards that it makes.
-
-    The penalty is meant for groups of which some members were truncated and none succeeded.
-    """
-    specs = {ids.name_of(spec.model_group): spec for spec in jobs_of(config, "run")}
-    for name, one in config.trained().items():
-        _check_truncation(one, specs[name])
-
-
-def _check_truncation(config: RunConfig, spec: JobSpec) -> None:
-    algorithm = config.adapter.algorithm
-    if not algorithm.penalty:
-        return
-    location = f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.{algorithm.penalty}"
-    if algorithm.needs.nonnegative_rewards:
-        raise ConfigError(f"{location}: makes rewards negative, which {algorithm.name} does not take; remove it")
-    remedies: list[str] = []
-    if spec.plan.planning == "stream" and spec.plan.drop_zero_variance:
-        remedies.append(f"trajectory_builders.{config.finetuning.trajectory_builder}.drop_zero_variance: false")
-    if spec.plan.curriculum.enabled and spec.plan.curriculum.min_reward_diff:
-        remedies.append("finetuning.curriculum_learning.min_reward_diff: 0")
-    if remedies:
-        raise ConfigError(
-            f"{location}: groups with equal rewards are rejected before it is subtracted; set "
-            f"{' and '.join(remedies)}, or remove the penalty"
-        )
 
 
 def check_workflow(config: RunConfig) -> None:

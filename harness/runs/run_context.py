@@ -21,7 +21,6 @@ from rollstream.harness.config.resolve import block_of
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.driver import give_signs_of_life
 from rollstream.harness.runs.earlier_output import take_output_dir
-from rollstream.harness.runs.engine_checks import check_engines
 from rollstream.harness.runs.plan import RunPlan, check_new, checked_jobs, examples_of, new_run, open_run
 from rollstream.harness.runs.preflight import (
     access_line,
@@ -31,10 +30,9 @@ from rollstream.harness.runs.preflight import (
     check_metrics,
     check_names,
     check_paths,
-    check_temperature,
-    check_truncation,
     check_workflow,
 )
+from rollstream.harness.runs.sampling_checks import check_engines, check_temperature, check_truncation
 from rollstream.harness.services.fork_server import ForkServer, start_where_possible
 from rollstream.harness.services.liveness import read_sign
 from rollstream.harness.services.serving import GROUPS, LOADED_ONCE, WITH_MODELS

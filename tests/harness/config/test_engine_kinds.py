@@ -16,8 +16,8 @@ from rollstream.harness.config import checks
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import RunLocation, services_of
 from rollstream.harness.replays.what_if import what_if
-from rollstream.harness.runs.engine_checks import check_engines
 from rollstream.harness.runs.plan import open_run
+from rollstream.harness.runs.sampling_checks import check_engines
 from rollstream.replay.source import read_run
 from rollstream.schemas.engine_settings import ScriptedSettings, TransformersSettings
 from rollstream.schemas.errors import ConfigError

@@ -19,7 +19,7 @@ from rollstream.harness.config.file import Loaded, resolve
 from rollstream.harness.config.jobs import ENDPOINT, RunLocation, jobs_of, services_of
 from rollstream.harness.config.nat_workflows import check_sampling
 from rollstream.harness.nat.handover import loaded_of, repair
-from rollstream.harness.runs.preflight import check_temperature
+from rollstream.harness.runs.sampling_checks import check_temperature
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import EndpointSettings

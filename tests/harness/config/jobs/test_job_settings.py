@@ -8,7 +8,7 @@ import torch
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_ranks
 from rollstream.harness.config.jobs import jobs_of
-from rollstream.harness.runs.preflight import check_temperature, check_truncation
+from rollstream.harness.runs.sampling_checks import check_temperature, check_truncation
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError

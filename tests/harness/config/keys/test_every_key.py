@@ -25,8 +25,9 @@ from rollstream.harness.config.jobs import RunLocation, artifact_uri, jobs_of, r
 from rollstream.harness.config.resolve import block_of, is_ours
 from rollstream.harness.runs import preflight
 from rollstream.harness.runs.plan import examples_of
-from rollstream.harness.runs.preflight import check_datasets, check_names, check_paths, check_temperature, token_of
+from rollstream.harness.runs.preflight import check_datasets, check_names, check_paths, token_of
 from rollstream.harness.runs.run_context import block_of_run, check_embedded, warn_other_workspaces
+from rollstream.harness.runs.sampling_checks import check_temperature
 from rollstream.harness.services.workspace import EMBEDDED, Workspace
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
