@@ -26,12 +26,14 @@ from rollstream.harness.services.optional_dependencies import check_learner, che
 from rollstream.producers.league.draw import check_league
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, describe
+from rollstream.schemas.permissions import COMMAND
 from rollstream.schemas.services import LOOPBACK
 from rollstream.schemas.users_code import import_module
-from rollstream.schemas.variables import conceal, expand
+from rollstream.schemas.variables import as_written, conceal, expand
 
 if TYPE_CHECKING:
     from rollstream.harness.config.dataset import Example
+    from rollstream.harness.config.file import Loaded
     from rollstream.producers.rollout.environment import Environment
 
 QUERY_S = 2.0
@@ -105,6 +107,8 @@ def check_datasets(config: RunConfig, *, is_new: bool) -> "list[Example] | None"
     validation = validation_config(config)
     examples = _check_dataset(config, "eval.general.dataset or --dataset") if is_new else None
     if validation is not None and config.validation is not None:
+        if is_new and config.validation.config is not None:
+            _check_validation(config.validation.config)
         is_named = config.validation.dataset is not None
         file = "validation_dataset" if is_named else f"validation_config_file {config.validation.config}"
         _check_dataset(validation, file)
@@ -112,6 +116,16 @@ def check_datasets(config: RunConfig, *, is_new: bool) -> "list[Example] | None"
             known = ", ".join(config.by_group())
             raise ConfigError(f"{file}: agents: model group {name} is not one of the run; choose one of: {known}")
     return examples
+
+
+def _check_validation(path: Path) -> None:
+    """Raises ConfigError for the file of a new run's validation."""
+    from rollstream.harness.config.file import load
+
+    try:
+        check_command(load(path))
+    except ConfigError as error:
+        raise ConfigError(f"validation_config_file {path}: {error}") from error
 
 
 def _check_dataset(config: RunConfig, location: str) -> "list[Example] | None":
@@ -205,6 +219,19 @@ def check_names(config: RunConfig) -> None:
         trained = [agent for agent, group in config.agents.items() if group in config.trained()]
         check_league(config.builder.league, location, config.agents, environment.SCRIPTED, trained=trained)
     check_rewards(config)
+
+
+def check_command(loaded: "Loaded") -> None:
+    """Raises ConfigError for a command with `${NAME}`: tasks carry the whole line, so its values would be recorded."""
+    config = loaded.config
+    sections = {key: loaded.written.get(key) for key in ("workflow", "trajectory_builders")}
+    written = as_written(config.environment, sections, os.environ)
+    if config.environment.startswith(COMMAND) and written != config.environment:
+        raise ConfigError(
+            f"workflow or trajectory_builders.{config.finetuning.trajectory_builder}.environment: {written}: tasks "
+            "carry the whole command, so no variable is allowed in it; write it out, and let the program read a secret "
+            "from a file"
+        )
 
 
 def check_rewards(config: RunConfig) -> None:

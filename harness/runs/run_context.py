@@ -24,6 +24,7 @@ from rollstream.harness.runs.earlier_output import take_output_dir
 from rollstream.harness.runs.plan import RunPlan, check_new, checked_jobs, examples_of, new_run, open_run
 from rollstream.harness.runs.preflight import (
     access_line,
+    check_command,
     check_datasets,
     check_endpoint,
     check_gateway,
@@ -32,7 +33,7 @@ from rollstream.harness.runs.preflight import (
     check_paths,
     check_workflow,
 )
-from rollstream.harness.runs.sampling_checks import check_engines, check_temperature, check_truncation
+from rollstream.harness.runs.sampling_checks import check_engines, check_groups
 from rollstream.harness.services.fork_server import ForkServer, start_where_possible
 from rollstream.harness.services.liveness import read_sign
 from rollstream.harness.services.serving import GROUPS, LOADED_ONCE, WITH_MODELS
@@ -107,13 +108,13 @@ def check_run(run_request: RunRequest) -> "list[Example] | None":
     config, is_new = run_request.config, run_request.resume is None
     warn_other_workspaces(run_request.loaded.finetune, run_request.workspace)
     check_paths(config)
+    if is_new:
+        check_command(run_request.loaded)
     check_names(config)
     check_engines(config)
     if is_new:
         check_sampling(config, run_request.loaded.finetune)
-        for one in config.trained().values():
-            check_temperature(one)
-        check_truncation(config)
+        check_groups(config)
     examples = check_datasets(config, is_new=is_new)
     check_endpoint(config)
     check_gateway(config)

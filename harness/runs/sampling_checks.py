@@ -50,6 +50,13 @@ def reads_base_models(config: RunConfig) -> bool:
     return is_started and settings_of(config.builder.engine, os.environ, location).READS_BASE_MODELS
 
 
+def check_groups(config: RunConfig) -> None:
+    """Raises ConfigError for a new run whose groups cannot be compared, or would not be trained on."""
+    for one in config.trained().values():
+        check_temperature(one)
+    check_truncation(config)
+
+
 def check_temperature(config: RunConfig) -> None:
     """Raises ConfigError if ratios would compare distributions of different temperatures, or greedy decoding.
 

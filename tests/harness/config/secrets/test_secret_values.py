@@ -1,5 +1,6 @@
 """No secret in a configuration, in its stored form, and in messages about it."""
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,13 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_values
 from rollstream.harness.config.jobs import RunLocation, allowed_by, jobs_of, services_of
 from rollstream.harness.services.concealing import ConcealingRecord
+from rollstream.harness.validate import validate
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.variables import conceal, conceal_variables, variables_in
+from tests.rigs.sources.source_tree import ROOT
+
+EXAMPLES = {"file_path": str(ROOT / "examples/data/guess_number.jsonl")}
 
 SECRETS: list[dict[str, Any]] = [
     {"token": "abcdefgh"},
@@ -125,3 +130,34 @@ def test_an_error_of_the_configuration_names_the_variable(
     with pytest.raises(ConfigError) as refused:
         config_file.load(write(written), (), env)
     assert "s3cr3t" not in str(refused.value)
+
+
+@pytest.mark.parametrize("where", ["text", "block", "builder", "validation"])
+def test_a_command_with_a_variable_is_refused_because_tasks_carry_it_expanded(
+    tmp_path: Path,
+    written: dict[str, Any],
+    write: Callable[[dict[str, Any]], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "s3cr3t-token-value")
+    command, options = "command:true --token ${MY_TOKEN}", {}
+    if where == "validation":
+        own = tmp_path / "validation.yaml"
+        own.write_text(json.dumps(written | {"workflow": command, "eval": {"general": {"dataset": EXAMPLES}}}))
+        options = {"validation_config_file": str(own)}
+    elif where == "builder":
+        written["trajectory_builders"]["b"]["environment"] = command
+    else:
+        written["workflow"] = command if where == "text" else {"environment": command}
+    with pytest.raises(ConfigError) as refused:
+        validate(write(written), tmp_path / "w", (), options)
+    assert "trajectory_builders.b.environment: command:true --token ${MY_TOKEN}: tasks carry" in str(refused.value)
+    assert "s3cr3t" not in str(refused.value)
+
+
+def test_a_command_that_is_written_out_is_accepted(
+    tmp_path: Path, written: dict[str, Any], write: Callable[[dict[str, Any]], Path]
+) -> None:
+    written["workflow"] = "command:true --token_file ~/.token"
+    assert validate(write(written), tmp_path / "w", (), {"dataset": EXAMPLES["file_path"]})
