@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, FiniteFloat, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import Field, FiniteFloat, JsonValue, StrictBool, ValidationInfo, field_validator, model_validator
 
 from rollstream.schemas.kafka import Secret
 from rollstream.schemas.permissions import CODE, code_of
@@ -221,7 +221,7 @@ class DatasetStructure(Settings):
 class FilterEntry(Settings):
     """Patterns (`*`, `?`, `[seq]`) or values by column."""
 
-    field: dict[str, list[str | int | float]] = Field(default_factory=dict)
+    field: dict[str, list[StrictBool | str | int | float]] = Field(default_factory=dict)
 
 
 class DatasetFilter(Settings):

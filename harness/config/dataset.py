@@ -78,7 +78,16 @@ def _is_wanted(row: Any, chosen: DatasetFilter | None) -> bool:
 
 
 def _fits(value: Any, patterns: Iterable[Any]) -> bool:
-    return any(fnmatch.fnmatch(str(value), str(pattern)) for pattern in patterns)
+    """Whether a value matches a pattern; true and false are also those of CSV, which are texts in any case."""
+    return any(
+        str(value).lower() == str(pattern).lower() if isinstance(pattern, bool) else _matches(value, str(pattern))
+        for pattern in patterns
+    )
+
+
+def _matches(value: Any, pattern: str) -> bool:
+    texts = {str(value), json.dumps(value)} if isinstance(value, bool) else {str(value)}
+    return any(fnmatch.fnmatch(text, pattern) for text in texts)
 
 
 def _with_standard_names(inputs: dict[str, Any], location: str, structure: DatasetStructure) -> dict[str, Any]:

@@ -192,6 +192,21 @@ def test_a_filter_keeps_what_is_allowed_and_not_denied(tmp_path: Path, chosen: A
     assert [example.example_id for example in read(tmp_path / "d.json", filter=chosen)] == kept
 
 
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [*(("d.jsonl", one) for one in (True, "true", "True", "[Tt]rue")), *(("d.csv", one) for one in (True, "True"))],
+)
+def test_a_filter_compares_true_and_false(tmp_path: Path, name: str, pattern: Any) -> None:
+    rows = [{"id": "a", "held_out": True}, {"id": "b", "held_out": False}, {"id": "c", "held_out": 1}]
+    lines = [",".join(map(str, row.values())) for row in rows]
+    content = "\n".join(["id,held_out", *lines] if name == "d.csv" else map(json.dumps, rows))
+    (tmp_path / name).write_text(content)
+    denied = read(tmp_path / name, filter={"denylist": {"field": {"held_out": [pattern]}}})
+    assert [example.example_id for example in denied] == ["b", "c"]
+    allowed = read(tmp_path / name, filter={"allowlist": {"field": {"held_out": [pattern]}}})
+    assert [example.example_id for example in allowed] == ["a"]
+
+
 def test_examples_of_ones_own_environment_that_are_not_mappings_name_its_class(
     written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
