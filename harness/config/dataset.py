@@ -235,7 +235,9 @@ def _rows_of_list(text: str, path: Path) -> Rows:
 
 
 def _rows_of_csv(text: str, path: Path) -> Rows:
-    """The first line names the columns; numeric text becomes numbers of up to 64 bits, empty text null."""
+    """The first line names the columns; text that is a number of up to 64 bits as Python writes it becomes that number,
+    empty text null.
+    """
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     rows: Rows = []
     try:
@@ -255,10 +257,11 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
 
 
 def _scalar(text: str) -> str | int | float | None:
-    if _INTEGER.fullmatch(text):
-        return int(text) if len(text) <= 20 and -(2**63) <= int(text) < 2**64 else text  # others fit into no record
+    """A number only where its text can be restored: 3.10 is not 3.1 for whoever compares answers, or ids."""
+    if _INTEGER.fullmatch(text) and len(text) <= 20 and -(2**63) <= int(text) < 2**64:  # others fit into no record
+        return int(text) if str(int(text)) == text else text
     if _NUMBER.fullmatch(text):
-        return float(text)
+        return float(text) if str(float(text)) == text else text
     return text or None
 
 
