@@ -1,5 +1,6 @@
 """The plan of a new or resumed run: its identity, examples and jobs, consistent with the log."""
 
+import hashlib
 import re
 import time
 from datetime import UTC, datetime
@@ -10,7 +11,7 @@ from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.reading import unknown_run
 from rollstream.harness.config import dataset
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.checks import check_attempts
+from rollstream.harness.config.checks import check_attempts, warn
 from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import check_manifests, jobs_of
 from rollstream.harness.config.resolve import block_of
@@ -26,6 +27,7 @@ from rollstream.producers.league.opponents import PublishedVersions, base_model_
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError, TruncatedError
+from rollstream.schemas.evaluators import DatasetSection
 from rollstream.schemas.events import JobStarted, RunStarted
 from rollstream.schemas.events.recorded import RECORDED
 from rollstream.schemas.events.training import ForkPoint
@@ -131,10 +133,13 @@ async def check_new(log: EventLog, run_id: str) -> None:
         raise ConfigError(f"--run_id {run_id}: this run already exists; continue it with --resume")
 
 
-async def open_run(log: EventLog, loaded: Loaded, run_id: str, *, trust: bool = False) -> RunPlan:
+async def open_run(
+    log: EventLog, artifacts: ArtifactStore, loaded: Loaded, run_id: str, *, trust: bool = False
+) -> RunPlan:
     """A run of the log with the jobs of its own configuration. A run that has ended is not conducted again.
 
-    Raises ConfigError, in particular NotAllowedError for names that only the stored configuration has, unless `trust`.
+    Raises ConfigError for other settings than the run's, in particular NotAllowedError for names that only the stored
+    configuration has, unless `trust`; ArtifactError for a store without the run's dataset.
     """
     progress = await look_up(log, run_id)
     assert progress.run is not None
@@ -148,11 +153,15 @@ async def open_run(log: EventLog, loaded: Loaded, run_id: str, *, trust: bool = 
     is_alike = "planning" not in trainer.model_fields_set or trainer.planning == planning
     given = planned_as(loaded.config, planning) if is_alike else loaded.config
     different = _difference(jobs, jobs_of(given, run_id, is_fork=is_fork))
+    different = different or _run_difference(progress.run, stored.config, loaded.config)
     if different:
         raise ConfigError(
             f"run {run_id} was started with another {different}: "
             "give it the same file and overrides, or start a new run"
         )
+    if progress.ended is None:
+        artifacts.fetch(progress.run.dataset)  # without it curation would wait, or end the run
+        artifacts.drop_copy(progress.run.dataset)
     kept = tuple(weighted_as_recorded(spec, progress.job(spec.job_id).started) for spec in jobs)
     return RunPlan(progress.run, kept, is_new=False, is_over=progress.ended is not None)
 
@@ -239,3 +248,30 @@ def _difference(before: tuple[JobSpec, ...], now: tuple[JobSpec, ...]) -> str | 
                 if getattr(mine, key) != getattr(theirs, key):
                     return f"{part}.{key}"
     return None
+
+
+def _run_difference(started: RunStarted, before: RunConfig, now: RunConfig) -> str | None:
+    """The first setting of the run itself that differs, by its path; none if nothing does."""
+    if before.trainer.run_idle_timeout_s != now.trainer.run_idle_timeout_s:
+        return f"trainers.{now.finetuning.trainer}.run_idle_timeout_s"
+    return "dataset" if _is_other_dataset(started, before.dataset, now.dataset) else None
+
+
+def _is_other_dataset(started: RunStarted, before: DatasetSection | None, now: DatasetSection | None) -> bool:
+    """Whether another dataset than the recorded one is named. None need be named, nor the run's own still be there.
+
+    One that was changed in place is reported only: the run goes on with the examples that it recorded.
+    """
+    if now is None:
+        return False
+    try:
+        content = dataset.to_json_lines(dataset.read_dataset(now))
+    except ConfigError:
+        if now == before:
+            return False
+        raise
+    if hashlib.sha256(content).hexdigest() == started.dataset.sha256:
+        return False
+    if now == before:
+        warn(f"dataset {now.file_path} has changed since run {started.run_id} began, which keeps its recorded examples")
+    return now != before

@@ -207,7 +207,7 @@ async def plan(
 ) -> RunPlan:
     """The requested run, new or resumed. Raises ConfigError, TruncatedError."""
     if run_request.resume is not None:
-        return await open_run(log, run_request.loaded, run_request.resume, trust=run_request.trust)
+        return await open_run(log, artifacts, run_request.loaded, run_request.resume, trust=run_request.trust)
     if run_request.fork is not None:
         await check_fork(log, artifacts, run_request.config, run_request.fork)
     await check_versions(log, artifacts, run_request.config)

@@ -255,5 +255,5 @@ def test_a_stored_configuration_imports_no_engine(
     with suppress(ConfigError):
         asyncio.run(ask())
     with suppress(ConfigError):
-        asyncio.run(open_run(log, config_file.resolve(written), "run-1"))
+        asyncio.run(open_run(log, ArtifactStore(str(tmp_path)), config_file.resolve(written), "run-1"))
     assert parrot not in sys.modules

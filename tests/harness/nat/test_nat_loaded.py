@@ -114,17 +114,17 @@ def test_a_run_of_nat_finetune_is_resumed_from_the_same_file_without_an_override
     finetune.run_configuration.dataset = str(tmp_path / "examples.json")
 
     async def resumed():
-        log = MemoryLog(num_partitions=2)
+        log, artifacts = MemoryLog(num_partitions=2), ArtifactStore(str(tmp_path / "a"))
         with click.Context(click.Command("finetune")) as context:
             context.params = {"config_file": file}
             complete(finetune)
-            run = await new_run(log, ArtifactStore(str(tmp_path / "a")), loaded_of(finetune), "run", run_id="run-1")
+            run = await new_run(log, artifacts, loaded_of(finetune), "run", run_id="run-1")
         spec = run.jobs[-1]
         common = {"run_id": "run-1", "time_ms": run.started.time_ms, "model_group": spec.model_group}
         submitted = JobSubmitted(**common, job_id=spec.job_id, settings=spec.job, base_version=0)
         started = JobStarted(**common, job_id=spec.job_id, base_version=0, plan=spec.plan, rollout=spec.rollout)
         await log.send_all([run.started, submitted, started, published(0, spec.job_id)])
-        again = await open_run(log, load(file), "run-1")
+        again = await open_run(log, artifacts, load(file), "run-1")
         return run, again
 
     run, again = asyncio.run(resumed())

@@ -186,7 +186,7 @@ def test_the_log_and_the_learner_know_a_forks_parent_also_after_a_resume(lab: La
         assert isinstance(submitted, JobSubmitted)
         assert (submitted.base_version, submitted.fork) == (0, point)
         await lab.log.send(started)  # and then it died
-        resumed = await open_run(lab.log, lab.loaded, run.started.run_id)
+        resumed = await open_run(lab.log, lab.artifacts, lab.loaded, run.started.run_id)
         progress = await look_up(lab.log, run.started.run_id)
         (again,) = lacking(progress, resumed.started, resumed.jobs)
         assert again == submitted

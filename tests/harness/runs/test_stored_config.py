@@ -81,10 +81,10 @@ def test_a_what_if_of_a_run_that_names_code_is_refused_and_names_it(stored: Stor
     assert_reported(stored, str(refused.value))
 
 
-def test_a_run_that_names_code_which_the_users_file_does_not_is_not_resumed(stored: Stored) -> None:
+def test_a_run_that_names_code_which_the_users_file_does_not_is_not_resumed(stored: Stored, tmp_path: Path) -> None:
     loaded = config_file.resolve(stored.written)
     with pytest.raises(NotAllowedError) as refused:
-        asyncio.run(open_run(stored.log, loaded, "run-1"))
+        asyncio.run(open_run(stored.log, ArtifactStore(str(tmp_path)), loaded, "run-1"))
     assert_reported(stored, str(refused.value))
 
 

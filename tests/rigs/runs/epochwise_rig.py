@@ -107,7 +107,7 @@ class EpochwiseRig:
 
     async def plan(self, run_id="run-1", *, resume=False) -> RunPlan:
         if resume:
-            return await open_run(self.log, self.loaded, run_id)
+            return await open_run(self.log, self.artifacts, self.loaded, run_id)
         return await new_run(self.log, self.artifacts, self.loaded, "run", run_id=run_id)
 
     async def open_run(self, run_id="run-1", *, resume=False) -> RunHandle:

@@ -1,0 +1,86 @@
+"""A resumed run: what of its own settings may differ from those that it was started with."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.config import file as config_file
+from rollstream.harness.runs.driver import lacking, located
+from rollstream.harness.runs.plan import RunPlan, new_run, open_run
+from rollstream.harness.runs.progress import Progress
+from rollstream.schemas.errors import ArtifactError, ConfigError
+
+ROWS = '{"id": "a", "secret": 5}\n{"id": "b", "secret": 7}\n'
+
+
+class Recorded:
+    """A run with two examples that has just begun, and its configuration."""
+
+    def __init__(self, folder: Path, written: dict[str, Any], write: Callable[[dict[str, Any]], Path]) -> None:
+        self.folder, self.written, self.write = folder, written, write
+        self.data = folder / "data.jsonl"
+        self.data.write_text(ROWS)
+        written["eval"] = {"general": {"dataset": {"_type": "jsonl", "file_path": str(self.data)}}}
+        self.log, self.artifacts = MemoryLog(num_partitions=2), ArtifactStore(str(folder / "artifacts"))
+        asyncio.run(self._begin())
+
+    async def _begin(self) -> None:
+        run = await new_run(self.log, self.artifacts, self._loaded(), "run", run_id="run-1")
+        await self.log.send_all(await located(self.log, Progress("run-1"), lacking(Progress("run-1"), *run[:2])))
+
+    def _loaded(self, *overrides: tuple[str, str]) -> config_file.Loaded:
+        return config_file.load(self.write(self.written), overrides)
+
+    def resume(self, *overrides: tuple[str, str], artifacts: ArtifactStore | None = None) -> RunPlan:
+        """The run, resumed with changes."""
+        return asyncio.run(open_run(self.log, artifacts or self.artifacts, self._loaded(*overrides), "run-1"))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, written: dict[str, Any], write: Callable[[dict[str, Any]], Path]) -> Recorded:
+    return Recorded(tmp_path, written, write)
+
+
+def test_a_run_is_not_resumed_with_another_dataset(recorded: Recorded) -> None:
+    other = recorded.folder / "other.jsonl"
+    given = ("eval.general.dataset.file_path", str(other))
+    other.write_text('{"id": "z", "secret": 5}\n')
+    with pytest.raises(ConfigError, match="run run-1 was started with another dataset: give it the same"):
+        recorded.resume(given)
+    with pytest.raises(ConfigError, match="was started with another dataset"):
+        recorded.resume(("eval.general.dataset.filter", "{allowlist: {field: {id: [a]}}}"))
+    other.write_text(ROWS)
+    assert recorded.resume(given).started.num_examples == 2
+    other.unlink()
+    with pytest.raises(ConfigError, match=r"other\.jsonl: cannot be read"):
+        recorded.resume(given)
+
+
+def test_a_run_whose_dataset_was_changed_or_is_gone_goes_on_with_its_own_copy(
+    recorded: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorded.data.write_text('{"id": "z", "secret": 5}\n')
+    assert recorded.resume().started.num_examples == 2
+    assert f"dataset {recorded.data} has changed since run run-1 began" in caplog.text
+    recorded.data.unlink()
+    assert recorded.resume().started.num_examples == 2
+    del recorded.written["eval"]
+    assert recorded.resume().started.num_examples == 2
+
+
+def test_a_run_is_not_resumed_with_another_idle_timeout(recorded: Recorded) -> None:
+    with pytest.raises(ConfigError, match=r"was started with another trainers\.t\.run_idle_timeout_s: "):
+        recorded.resume(("trainers.t.run_idle_timeout_s", "5"))
+
+
+def test_a_store_may_be_moved_but_must_have_the_dataset_of_a_resumed_run(recorded: Recorded) -> None:
+    moved = recorded.folder / "moved"
+    with pytest.raises(ArtifactError, match=r"of store .*moved cannot be read: .*, or correct artifact_uri"):
+        recorded.resume(artifacts=ArtifactStore(str(moved)))
+    (recorded.folder / "artifacts").rename(moved)
+    assert not recorded.resume(artifacts=ArtifactStore(str(moved))).is_new
