@@ -253,7 +253,7 @@ def services_of(
 ) -> dict[str, ServiceSettings]:
     """Settings of every managed service by name, in the order in which they are stopped.
 
-    `run_id`: the run that they serve; None: every run of the log. `validation`: see `allowed_by`.
+    `run_id`: the run that they serve; None: every run of the log. `validation`: see `allowed_by`; its modules too.
     """
     builder = config.builder
     model_groups = () if run_id is None else tuple(ids.model_group(run_id, name) for name in config.by_group())
@@ -278,7 +278,7 @@ def services_of(
             pace=builder.pace(config.adapter.max_staleness),
             tick_interval_s=builder.tick_interval_s,
             gateway=builder.gateway.of_process(number) if "gateway" in builder.model_fields_set else None,
-            modules=builder.modules,
+            modules=tuple(dict.fromkeys(builder.modules + (validation.builder.modules if validation else ()))),
             runs=() if run_id is None else (run_id,),
         )
         for number in range(1, builder.num_producers + 1)

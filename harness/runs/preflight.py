@@ -107,8 +107,8 @@ def check_datasets(config: RunConfig, *, is_new: bool) -> "list[Example] | None"
     validation = validation_config(config)
     examples = _check_dataset(config, "eval.general.dataset or --dataset") if is_new else None
     if validation is not None and config.validation is not None:
-        if is_new and config.validation.config is not None:
-            _check_validation(config.validation.config)
+        if config.validation.config is not None:
+            _check_validation(config, validation, config.validation.config, is_new=is_new)
         is_named = config.validation.dataset is not None
         file = "validation_dataset" if is_named else f"validation_config_file {config.validation.config}"
         _check_dataset(validation, file)
@@ -118,12 +118,17 @@ def check_datasets(config: RunConfig, *, is_new: bool) -> "list[Example] | None"
     return examples
 
 
-def _check_validation(path: Path) -> None:
-    """Raises ConfigError for the file of a new run's validation."""
+def _check_validation(config: RunConfig, validation: RunConfig, path: Path, *, is_new: bool) -> None:
+    """Imports the modules of the validation's own file, and checks that of a new run. Raises ConfigError."""
     from rollstream.harness.config.file import load
 
+    is_known_here = config.builder.services != "external"
     try:
-        check_command(load(path))
+        if is_new:
+            check_command(load(path))
+            (check_rewards if is_known_here else check_evaluators)(validation)
+        elif is_known_here:
+            _import_modules(validation)
     except ConfigError as error:
         raise ConfigError(f"validation_config_file {path}: {error}") from error
 

@@ -1,5 +1,6 @@
 """`rollstream validate`: the checks of `finetune` alone, and that they leave nothing behind."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -8,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from rollstream.harness.config import file as config_file
+from rollstream.harness.config.jobs import RunLocation, services_of
+from rollstream.harness.runs.run_context import RunRequest, check_run
 from rollstream.harness.validate import validate
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.kafka import KafkaSettings
+from rollstream.schemas.services import ProducerSettings
 from tests.rigs.sources.source_tree import ROOT
 
 Write = Callable[[dict[str, Any]], Path]
@@ -180,3 +187,37 @@ def test_several_model_groups_are_listed(tmp_path: Path, written: dict[str, Any]
     assert (
         validate(write(written), tmp_path / "w")["model groups"] == f"prover ({model}), verifier ({model}, not trained)"
     )
+
+
+MODULE = """
+from rollstream.harness import register_environment
+from rollstream.producers import Session
+
+@register_environment("for_validation_alone")
+async def play(session: Session) -> None:
+    await session.reward(1.0)
+"""
+
+
+def test_the_file_of_the_validation_is_checked_with_its_modules(
+    tmp_path: Path, written: dict[str, Any], write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "validation_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path, own = write(written), tmp_path / "validation.yaml"
+    options: dict[str, Any] = {"dataset": DATASET["file_path"], "validation_config_file": str(own)}
+    validated = copy.deepcopy(written) | {"workflow": "for_validation_alone", "eval": {"general": {"dataset": DATASET}}}
+    validated["trajectory_builders"]["b"]["modules"] = ["validation_module"]
+    own.write_text(yaml.safe_dump(validated))
+    validate(path, tmp_path / "w", (), options)
+    config = config_file.load(path, options=options).config
+    location = RunLocation(KafkaSettings(bootstrap_servers="h:1"), "a", tmp_path)
+    producers = services_of(config, location, "run-1", validation=config_file.validation_config(config))["producers-1"]
+    assert isinstance(producers, ProducerSettings)
+    assert producers.modules == ("validation_module",)
+    unknown_reward(validated)
+    own.write_text(yaml.safe_dump(validated))
+    with pytest.raises(ConfigError, match=r"validation_config_file .*validation\.yaml: finetuning\..*'judge'"):
+        validate(path, tmp_path / "w", (), options)
+    loaded = config_file.load(path, options=options)
+    check_run(RunRequest(loaded, tmp_path / "w", "run", resume="run-1"))
