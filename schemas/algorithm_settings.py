@@ -50,6 +50,8 @@ class Needs(Settings):
     """A reward below 0 fails the job."""
     named_rewards: bool = added(False)
     """Recorded rewards count by name, and not only the manifest's reward."""
+    several_rollouts: bool = added(False)
+    """Rollouts of a task are compared with each other alone, so that a single one teaches nothing."""
 
     @property
     def compares_logprobs(self) -> bool:

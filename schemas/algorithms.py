@@ -249,8 +249,8 @@ class MixSettings(PolicyGradientSettings):
         """A teacher or the reference, if the divergence counts; good rollouts train without a worse one beside them."""
         needs, is_taught = super().needs, bool(self.teacher or self.context)
         changes = {"teacher": self.ref_kl > 0 and is_taught, "reference": self.ref_kl > 0 and not is_taught}
-        is_flat = needs.flat_groups or self.ce > 0 or self.ref_kl > 0
-        return needs.model_copy(update={**changes, "flat_groups": is_flat})
+        alone = {"flat_groups": True, "several_rollouts": False} if self.ce > 0 or self.ref_kl > 0 else {}
+        return needs.model_copy(update=changes | alone)
 
     def unused(self) -> dict[str, tuple[str, ...]]:
         """Keys of components that have no weight."""

@@ -19,6 +19,8 @@ TRAINS_ON_FLAT_GROUPS = BATCH_WIDE | {
     "group_mean_batch_std", "reinforce_pp_baseline", "hierarchical", "rae", "gdpo", "none"
 }  # fmt: skip
 """Estimators by which a group of equal rewards may have advantages, or counts in those of the others."""
+ALONE = BATCH_WIDE | {"rae", "none"}
+"""Estimators by which a rollout without others of its task has an advantage; `hierarchical` may have one, too."""
 _OF_STEPS = {"leave_one_out": "group_mean", "rae": "per_agent", "gdpo": "group_std", "max_rl": "group_std",
              "reinforce_pp_baseline": "group_std", "group_mean_batch_std": "group_std"}  # fmt: skip
 """Estimators of totals alone, and the settings to use for rewards of steps."""
@@ -158,6 +160,7 @@ class PolicyGradientSettings(AlgorithmSettings):
             flat_groups=self.advantage in TRAINS_ON_FLAT_GROUPS,
             nonnegative_rewards=self.advantage == "max_rl",
             named_rewards=self.advantage == "gdpo",
+            several_rollouts=self.step_rewards == "total" and self.advantage not in {*ALONE, "hierarchical"},
         )
 
     @property

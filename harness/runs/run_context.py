@@ -114,7 +114,7 @@ def check_run(run_request: RunRequest) -> "list[Example] | None":
     check_engines(config)
     if is_new:
         check_sampling(config, run_request.loaded.finetune)
-        check_groups(config)
+        check_groups(config, run_request.loaded.finetune)
     examples = check_datasets(config, is_new=is_new)
     check_endpoint(config)
     check_gateway(config)

@@ -8,11 +8,14 @@ import os
 
 from rollstream.harness.config.checks import warn_meaningless
 from rollstream.harness.config.jobs import MADE_ELSEWHERE, jobs_of, served_models
+from rollstream.harness.config.resolve import block_of, is_ours
 from rollstream.harness.config.unused_keys import of_engine
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.errors import ConfigError, describe
+from rollstream.schemas.finetuning import FinetuneConfig
+from rollstream.schemas.policy_gradient import ALONE
 from rollstream.schemas.settings import JobSpec
 from rollstream.schemas.variables import conceal
 
@@ -50,11 +53,42 @@ def reads_base_models(config: RunConfig) -> bool:
     return is_started and settings_of(config.builder.engine, os.environ, location).READS_BASE_MODELS
 
 
-def check_groups(config: RunConfig) -> None:
-    """Raises ConfigError for a new run whose groups cannot be compared, or would not be trained on."""
+def check_groups(config: RunConfig, finetune: FinetuneConfig) -> None:
+    """Raises ConfigError for a new run whose rollouts cannot be compared, or would not be trained on."""
     for one in config.trained().values():
         check_temperature(one)
     check_truncation(config)
+    if config.builder.num_generations == 1 and not config.is_external:
+        is_filtered = config.trainer.planning == "stream" or is_ours(block_of(finetune, "trainer"))
+        for name, one in config.trained().items():
+            _check_single(one, _specs(config)[name], is_filtered=is_filtered)
+
+
+def _check_single(config: RunConfig, spec: JobSpec, *, is_filtered: bool) -> None:
+    """Raises ConfigError for a job that compares the rollouts of a task, or rejects groups whose rewards do not differ,
+    where a group is one rollout. `is_filtered`: rollstream's own curriculum filters the groups.
+    """
+    algorithm, curriculum = spec.job.algorithm, spec.plan.curriculum
+    location = f"trajectory_builders.{config.finetuning.trajectory_builder}"
+    if algorithm.needs.several_rollouts:
+        advantage = f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.advantage"
+        raise ConfigError(
+            f"{location}.num_generations: is 1, but {algorithm.name} compares the rollouts of a task, so advantages "
+            f"would all be 0; raise it, or set {advantage} to one of: {', '.join(sorted(ALONE))} (of an algorithm that "
+            "has it, such as grpo)"
+        )
+    is_streamed, remedies = spec.plan.planning == "stream", list[str]()
+    if is_streamed and spec.plan.drop_zero_variance:
+        remedies.append(f"{location}.drop_zero_variance: false")
+    is_alone = is_streamed or (len(config.agents) == 1 and not algorithm.needs.pairs)
+    is_judged = is_filtered and is_alone and (curriculum.filter_single_group or (is_streamed and curriculum.steer))
+    if is_judged and curriculum.enabled and curriculum.min_reward_diff:
+        remedies.append("finetuning.curriculum_learning.min_reward_diff: 0")
+    if remedies and spec.rollout.policy == "model":
+        raise ConfigError(
+            f"{location}.num_generations: is 1, so rewards of a task do not differ and all groups would be rejected; "
+            f"raise it, or set {' and '.join(remedies)}"
+        )
 
 
 def check_temperature(config: RunConfig) -> None:
@@ -85,9 +119,14 @@ def check_truncation(config: RunConfig) -> None:
 
     The penalty is meant for groups of which some members were truncated and none succeeded.
     """
-    specs = {ids.name_of(spec.model_group): spec for spec in jobs_of(config, "run")}
+    specs = _specs(config)
     for name, one in config.trained().items():
         _check_truncation(one, specs[name])
+
+
+def _specs(config: RunConfig) -> dict[str, JobSpec]:
+    """The job that trains each model group last, by the group's name."""
+    return {ids.name_of(spec.model_group): spec for spec in jobs_of(config, "run")}
 
 
 def _check_truncation(config: RunConfig, spec: JobSpec) -> None:

@@ -8,7 +8,7 @@ import torch
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_ranks
 from rollstream.harness.config.jobs import jobs_of
-from rollstream.harness.runs.sampling_checks import check_temperature, check_truncation
+from rollstream.harness.runs.sampling_checks import check_groups, check_temperature, check_truncation
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
@@ -116,6 +116,83 @@ def test_a_penalty_that_makes_rewards_negative_is_refused_for_max_rl(written: di
             with pytest.raises(ConfigError, match=r"trainer_adapters\.a\.algorithm\..*: makes rewards negative, which"):
                 check_truncation(config_of(written, **option, **chosen))
     check_truncation(config_of(written, name="max_rl"))
+
+
+GROUP_RELATIVE = ["group_std", "group_mean", "leave_one_out", "max_rl", "gdpo", "reinforce_pp_baseline", "per_agent"]
+
+
+def check_one_rollout(written: dict[str, Any], **algorithm: Any) -> None:
+    """The checks of a run whose tasks have one rollout."""
+    written["workflow"] = {"environment": "guess_number"}
+    written["trajectory_builders"]["b"]["num_generations"] = 1
+    written["trainer_adapters"]["a"]["algorithm"] = algorithm
+    loaded = config_file.resolve(written)
+    check_groups(loaded.config, loaded.finetune)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *({"advantage": one} for one in [*GROUP_RELATIVE, "group_mean_batch_std"]),
+        *({"name": one} for one in ("max_rl", "gdpo")),
+        {"name": "reinforce_pp", "advantage": "reinforce_pp_baseline"},
+        {"name": "mix", "advantage": "group_std"},
+    ],
+    ids=str,
+)
+def test_one_rollout_a_task_is_refused_where_the_rollouts_of_a_task_are_compared(
+    written: dict[str, Any], algorithm: dict[str, Any]
+) -> None:
+    match = r"trajectory_builders\.b\.num_generations: is 1, .*advantage to one of: batch_mean, batch_std, none, rae"
+    with pytest.raises(ConfigError, match=match):
+        check_one_rollout(written, **algorithm)
+    loaded = config_file.resolve(written)
+    assert len(jobs_of(loaded.config, "run-1")) == 1, "a recorded run is still read"
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *({"advantage": one} for one in ("batch_std", "batch_mean", "rae", "none", "hierarchical")),
+        *({"name": one} for one in ("grpo", "ppo", "reinforce_pp", "rae", "dpo", "kto", "expert_iteration")),
+        {"name": "mix", "ce": 0.5, "advantage": "group_std"},
+    ],
+    ids=str,
+)
+def test_one_rollout_a_task_is_enough_for_other_algorithms(written: dict[str, Any], algorithm: dict[str, Any]) -> None:
+    check_one_rollout(written, **algorithm)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "builder", "remedy"),
+    [
+        ({}, {"drop_zero_variance": True}, r"b\.drop_zero_variance: false"),
+        ({"name": "sft"}, {}, r"b\.drop_zero_variance: false"),
+        ({"advantage": "group_std", "step_rewards": "process"}, {}, r"b\.drop_zero_variance: false"),
+    ],
+)
+def test_one_rollout_a_task_is_refused_where_groups_of_equal_rewards_are_rejected(
+    written: dict[str, Any], algorithm: dict[str, Any], builder: dict[str, Any], remedy: str
+) -> None:
+    written["trajectory_builders"]["b"] |= builder
+    with pytest.raises(ConfigError, match=rf"num_generations: is 1, so rewards .* rejected; .* set .*{remedy}$"):
+        check_one_rollout(written, **algorithm)
+    written["trajectory_builders"]["b"]["drop_zero_variance"] = False
+    check_one_rollout(written, **algorithm)
+
+
+@pytest.mark.parametrize("planning", ["stream", "submitted"])
+@pytest.mark.parametrize("is_adaptive", [True, False])
+def test_one_rollout_a_task_is_refused_where_the_curriculum_wants_rewards_to_differ(
+    written: dict[str, Any], planning: str, is_adaptive: bool
+) -> None:
+    written["trainers"]["t"]["planning"] = planning
+    written["finetuning"]["curriculum_learning"] = {"enabled": True, "steer": is_adaptive}
+    with pytest.raises(ConfigError, match=r"set finetuning\.curriculum_learning\.min_reward_diff: 0$"):
+        check_one_rollout(written)
+    check_one_rollout(written, name="dpo")
+    written["finetuning"]["curriculum_learning"]["min_reward_diff"] = 0
+    check_one_rollout(written)
 
 
 def of_ranks(written: dict[str, Any], ranks: int, **adapter: Any) -> RunConfig:
