@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollstream.harness.config import rewards
+from rollstream.processors.curate.state import groups_per_batch, num_batches
 from rollstream.producers.league.draw import frozen_player
 from rollstream.schemas import ids
 from rollstream.schemas.algorithms import SftSettings, recorded
@@ -136,12 +137,12 @@ def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
 
 
 def _training_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
-    adapter, builder, epochs = config.adapter, config.builder, config.finetuning.num_epochs
+    adapter, builder = config.adapter, config.builder
     is_submitted = config.trainer.planning == "submitted"
     curriculum = config.finetuning.curriculum_learning
     plan = PlanSettings(
         planning=config.trainer.planning,
-        num_epochs=epochs,
+        num_epochs=config.finetuning.num_epochs,
         tasks_per_epoch=adapter.tasks_per_epoch,
         batches_per_epoch=1 if is_submitted else adapter.batches_per_epoch,
         max_refills=adapter.max_refills,
@@ -161,7 +162,7 @@ def _training_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
     plan = plan.model_copy(update={"needs_logprobs": algorithm.needs.behaviour})
     if algorithm.needs.pairs:
         plan = _for_pairs(plan)
-    job = _job_settings(adapter, num_versions=epochs * plan.batches_per_epoch).model_copy(
+    job = _job_settings(adapter, num_versions=num_batches(plan)).model_copy(
         update={"kind": algorithm.kind, "algorithm": recorded(algorithm)}
     )
     if plan.gate is not None and config.validation is not None:  # the last good version is as old as a validation
@@ -197,14 +198,13 @@ def _for_pairs(plan: PlanSettings) -> PlanSettings:
 def _warm_start_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
     """SFT on demonstrations: they do not depend on the weights, so their staleness does not matter."""
     warm = config.adapter.warm_start or WarmStart()
-    versions = warm.num_epochs * warm.batches_per_epoch
     plan = PlanSettings(
         num_epochs=warm.num_epochs,
         tasks_per_epoch=warm.tasks_per_epoch,
         batches_per_epoch=warm.batches_per_epoch,
         num_generations=warm.num_generations,
         min_generations=1,
-        max_staleness=versions,
+        max_staleness=warm.num_epochs * warm.batches_per_epoch,
         drop_zero_variance=False,
         curriculum=CurriculumSettings(enabled=False),
     )
@@ -212,7 +212,7 @@ def _warm_start_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
         mini_batches=warm.mini_batches,
         max_tokens_per_micro_batch=config.adapter.algorithm.max_tokens_per_micro_batch,
     )
-    job = _job_settings(config.adapter, num_versions=versions).model_copy(
+    job = _job_settings(config.adapter, num_versions=num_batches(plan)).model_copy(
         update={"kind": algorithm.kind, "algorithm": algorithm, "optimizer": warm.optimizer}
     )
     opponents = _training_job(config, run_id, name).job.opponents  # its versions enter the pool of the training
@@ -337,8 +337,7 @@ def check_manifests(jobs: Iterable[JobSpec]) -> None:
         check_group(spec, group_size, "(num_generations x agents)")
         if spec.plan.planning == "submitted":
             continue
-        num_groups = -(-spec.plan.tasks_per_epoch // spec.plan.batches_per_epoch)
-        num_trajectories = num_groups * group_size
+        num_trajectories = groups_per_batch(spec.plan) * group_size
         most = most_trajectories(spec)
         if num_trajectories > most:
             raise ConfigError(

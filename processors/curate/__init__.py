@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.processors.curate import candidates, curriculum, fold, gate, shell, tasks
+    from rollstream.processors.curate import candidates, curriculum, fold, gate, shell, state, tasks
 
-__all__ = ["candidates", "curriculum", "fold", "gate", "shell", "tasks"]
+__all__ = ["candidates", "curriculum", "fold", "gate", "shell", "state", "tasks"]

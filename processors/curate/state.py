@@ -15,9 +15,25 @@ from rollstream.processors.curate.known_groups import KnownGroups
 from rollstream.processors.curate.ranges import Ranges
 from rollstream.schemas import ids
 from rollstream.schemas.events import JobStarted, RunStarted, SubmissionReceived
+from rollstream.schemas.settings import PlanSettings
 
 PAST_REMEMBERED = 4096
 """Maximum number of ended runs remembered by id."""
+
+
+def is_single_batch(plan: PlanSettings) -> bool:
+    """Whether an epoch is one batch."""
+    return plan.max_staleness == 0 or plan.batches_per_epoch == 1
+
+
+def groups_per_batch(plan: PlanSettings) -> int:
+    """Groups that fill a manifest."""
+    return -(-plan.tasks_per_epoch // (1 if is_single_batch(plan) else plan.batches_per_epoch))
+
+
+def num_batches(plan: PlanSettings) -> int:
+    """Manifests of all epochs if every group is trained on: one may be filled by groups of two epochs."""
+    return plan.num_epochs * plan.tasks_per_epoch // groups_per_batch(plan)
 
 
 @dataclass(slots=True)
@@ -126,8 +142,7 @@ class Job:
     @property
     def is_single_batch(self) -> bool:
         """Whether an epoch is one batch."""
-        plan = self.started.plan
-        return plan.max_staleness == 0 or plan.batches_per_epoch == 1
+        return is_single_batch(self.started.plan)
 
     @property
     def max_refills(self) -> int:
@@ -139,9 +154,7 @@ class Job:
     @property
     def groups_per_batch(self) -> int:
         """Groups that fill a manifest."""
-        plan = self.started.plan
-        batches = 1 if self.is_single_batch else plan.batches_per_epoch
-        return -(-plan.tasks_per_epoch // batches)
+        return groups_per_batch(self.started.plan)
 
     @property
     def agents(self) -> frozenset[str] | None:

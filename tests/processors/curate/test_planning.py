@@ -3,8 +3,10 @@
 import pytest
 
 from rollstream.eventlog import codec
+from rollstream.processors.curate.state import num_batches
 from rollstream.schemas import ids
 from rollstream.schemas.events import BatchPlanned, EpochSealed, TaskCancelled, TrajectoryRejected
+from rollstream.schemas.settings import PlanSettings
 
 TWO_BATCHES = {"tasks_per_epoch": 4, "batches_per_epoch": 2, "max_staleness": 1, "num_generations": 2}
 
@@ -130,6 +132,16 @@ def test_left_over_groups_are_carried_into_the_next_epoch_while_they_are_fresh(p
     (batch,) = partition.close(tasks[1], [0.0, 1.0])
     assert [member.group_id[-13:] for member in batch.members[::2]] == ["e00000/t00002", "e00001/t00001"]
     assert [member.staleness for member in batch.members] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("num_tasks", "batches_per_epoch"), [(4, 2), (8, 3), (5, 4), (2, 4), (10, 4), (3, 1)])
+def test_a_plan_knows_how_many_batches_its_groups_fill(partition, pick, num_tasks, batches_per_epoch):
+    how = {"tasks_per_epoch": num_tasks, "batches_per_epoch": batches_per_epoch, "max_staleness": 9, "num_epochs": 5}
+    tasks, batches = partition.start(num_generations=2, **how), []
+    for epoch in range(5):
+        for task in tasks if epoch == 0 else partition.start_epoch(epoch):
+            batches += pick(BatchPlanned, partition.close(task, [0.0, 1.0], version=task.min_version))
+    assert len(batches) == num_batches(PlanSettings(**how))
 
 
 def test_carried_groups_are_rejected_when_they_grow_too_old_or_the_job_ends(partition):

@@ -118,6 +118,17 @@ def test_a_penalty_that_makes_rewards_negative_is_refused_for_max_rl(written: di
     check_truncation(config_of(written, name="max_rl"))
 
 
+@pytest.mark.parametrize(("num_tasks", "num_batches", "versions"), [(8, 1, 10), (8, 2, 20), (8, 3, 26), (2, 4, 20)])
+def test_a_job_has_as_many_versions_as_its_groups_fill_batches(
+    written: dict[str, Any], num_tasks: int, num_batches: int, versions: int
+) -> None:
+    how = {"tasks_per_epoch": num_tasks, "batches_per_epoch": num_batches}
+    written["trainer_adapters"]["a"] |= {**how, "max_staleness": 3, "warm_start": {**how, "num_epochs": 10}}
+    written["finetuning"]["num_epochs"] = 10
+    jobs = jobs_of(config_of(written), "run-1")
+    assert [spec.job.num_versions for spec in jobs] == [versions, versions]
+
+
 GROUP_RELATIVE = ["group_std", "group_mean", "leave_one_out", "max_rl", "gdpo", "reinforce_pp_baseline", "per_agent"]
 
 

@@ -85,7 +85,7 @@ def test_the_largest_batch_that_is_taken_has_a_manifest_that_a_record_holds(
 
 def test_a_batch_that_no_manifest_has_room_for_is_refused_by_number(written: dict[str, Any]) -> None:
     check_manifests([job_of(written, tasks_per_epoch=128, num_generations=16)])
-    check_manifests([job_of(written, tasks_per_epoch=512, num_generations=16, batches_per_epoch=4)])
+    check_manifests([job_of(written, tasks_per_epoch=512, num_generations=16, batches_per_epoch=4, max_staleness=3)])
     with pytest.raises(ConfigError, match=rf"job {RUN}/rl: a batch of 8192 trajectories .* exceeds the 3\d\d\d "):
         check_manifests([job_of(written, tasks_per_epoch=512, num_generations=16)])
 
