@@ -287,8 +287,10 @@ UNSPECIFIED = ("0.0.0.0", "::")
 REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 
 
-def check_endpoint(config: RunConfig) -> None:
-    """Raises ConfigError if the configured endpoint cannot be started: with external services, or on a port in use."""
+def check_endpoint(config: RunConfig, *, is_new: bool = True) -> None:
+    """Raises ConfigError if the configured endpoint cannot be started: with external services, or on a port in use, or,
+    in a new run, without its API key.
+    """
     if config.served is None:
         return
     if config.builder.services == "external":
@@ -301,7 +303,19 @@ def check_endpoint(config: RunConfig) -> None:
             "trainer_adapters: endpoint.token: secrets are not allowed in the file, which is stored with the run; "
             "write ${NAME} and set that environment variable"
         )
+    if is_new:
+        _check_token(config)
     check_port(config.served.host, config.served.port, "trainer_adapters: endpoint.port")
+
+
+def _check_token(config: RunConfig) -> None:
+    from rollstream.producers.openai.keys import check_token
+
+    assert config.served is not None
+    try:
+        check_token(config.served, os.environ)
+    except ConfigError as error:
+        raise ConfigError(f"trainer_adapters.{config.finetuning.trainer_adapter}.{error}") from error
 
 
 def check_gateway(config: RunConfig) -> None:

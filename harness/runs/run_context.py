@@ -116,7 +116,7 @@ def check_run(run_request: RunRequest) -> "list[Example] | None":
         check_sampling(config, run_request.loaded.finetune)
         check_groups(config, run_request.loaded.finetune)
     examples = check_datasets(config, is_new=is_new)
-    check_endpoint(config)
+    check_endpoint(config, is_new=is_new)
     check_gateway(config)
     check_workflow(config)
     check_connection(config, Workspace(run_request.workspace))

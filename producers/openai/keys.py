@@ -23,14 +23,8 @@ def token_of(settings: EndpointSettings, env: Mapping[str, str]) -> str | None:
 
 def section_token(section: EndpointSection, workspace: Path, name: str, env: Mapping[str, str]) -> str | None:
     """The same from a section of a configuration; `name`: of the service."""
-    if not section.requires_token:
-        if section.host not in LOOPBACK:
-            raise ConfigError(
-                f"endpoint.host {section.host} is reachable from other machines; remove endpoint.requires_token"
-            )
-        return None
-    given = given_token(section, env)
-    if given:
+    given = check_token(section, env)
+    if given or not section.requires_token:
         return given
     path = token_file(workspace, name)
     try:
@@ -38,6 +32,19 @@ def section_token(section: EndpointSection, workspace: Path, name: str, env: Map
         return token_in(path)
     except OSError as error:
         raise ConfigError(f"endpoint token {path} cannot be created ({error.strerror}); set endpoint.token") from error
+
+
+def check_token(section: EndpointSection, env: Mapping[str, str]) -> str | None:
+    """The token that is given where one is required; none is made. Raises ConfigError for a section that cannot be
+    served.
+    """
+    if section.requires_token:
+        return given_token(section, env)
+    if section.host not in LOOPBACK:
+        raise ConfigError(
+            f"endpoint.host {section.host} is reachable from other machines; remove endpoint.requires_token"
+        )
+    return None
 
 
 def given_token(section: EndpointSection, env: Mapping[str, str]) -> str | None:

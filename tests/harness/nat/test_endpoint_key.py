@@ -122,10 +122,29 @@ def test_the_access_line_has_the_path_of_the_key_and_never_the_key(tmp_path: Pat
     assert access_line(config_with().model_copy(update={"served": None}), tmp_path, {}) == ""
 
 
-def test_a_token_in_plain_text_is_refused_before_anything_starts(config_with: Any) -> None:
+def test_a_token_in_plain_text_is_refused_before_anything_starts(
+    config_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"endpoint\.token: secrets are not allowed in the file"):
         check_endpoint(config_with(token="secret", port=0))
+    monkeypatch.setenv("MY_KEY", "secret")
     check_endpoint(config_with(token="${MY_KEY}", port=0))
+
+
+@pytest.mark.parametrize(
+    ("section", "reported"),
+    [
+        ({"host": "0.0.0.0", "requires_token": False}, r"\.host 0\.0\.0\.0 is reachable from other machines; remove"),
+        ({"token_file": Path("nowhere")}, r"\.token_file nowhere cannot be read"),
+    ],
+)
+def test_an_endpoint_that_could_not_be_served_is_refused_for_a_new_run(
+    config_with: Any, section: dict[str, Any], reported: str
+) -> None:
+    config = config_with(**section, port=0)
+    with pytest.raises(ConfigError, match=rf"trainer_adapters\.\w+\.endpoint{reported}"):
+        check_endpoint(config)
+    check_endpoint(config, is_new=False)
 
 
 def test_models_that_all_use_other_servers_are_a_warning_with_the_endpoints_address(
