@@ -48,7 +48,7 @@ def prepare(file: Path, config: Path, workspace: Path, overrides: Overrides, *, 
     written = read_yaml(config)
     apply_overrides(written, overrides)
     builder = _builder_of(written, config)
-    overrides = (*overrides, (f"trajectory_builders.{builder}.environment", RECORDED))
+    overrides = (*overrides, *_without_dataset(written), (f"trajectory_builders.{builder}.environment", RECORDED))
     loaded = config_file.load(config, overrides)
     settings = loaded.config
     retokenise = settings.builder.environment_config.get("retokenise") is True
@@ -69,6 +69,14 @@ def prepare(file: Path, config: Path, workspace: Path, overrides: Overrides, *, 
     if settings.adapter.algorithm.is_imitation and "min_generations" not in settings.builder.model_fields_set:
         more.append((f"trajectory_builders.{builder}.min_generations", "1"))
     return PreparedIngest(ingested, dataset, (*overrides, *more))
+
+
+def _without_dataset(written: dict[str, Any]) -> Overrides:
+    """The override that removes the file's own dataset, whose `id_key`, `structure` and `filter` are not for ours."""
+    general: Any = written.get("eval")
+    general = general.get("general") if isinstance(general, dict) else None
+    has_dataset = isinstance(general, dict) and general.get("dataset") is not None
+    return (("eval.general.dataset", "null"),) if has_dataset else ()
 
 
 def selection_of(loaded: Loaded) -> Selection:

@@ -252,6 +252,26 @@ def test_a_file_becomes_the_dataset_and_the_size_of_a_run(tmp_path, configured):
     assert len(prepared.ingested.bad) == 1
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"id_key": "uid"},
+        {"_type": "csv", "structure": {"question_key": "prompt"}},
+        {"filter": {"allowlist": {"field": {"id": ["none"]}}}},
+        {"_type": "xls"},
+    ],
+    ids=str,
+)
+def test_the_files_own_dataset_does_not_apply_to_the_recorded_rollouts(tmp_path, configured, written, section):
+    file = tmp_path / "steps.jsonl"
+    file.write_bytes(b"\n".join(lines(*run_of("a"), *run_of("b", question="2+2"))))
+    written["eval"] = {"general": {"dataset": {"_type": "jsonl", "file_path": "own.jsonl", **section}}}
+    config = configured()
+    prepared = prepare(file, config, tmp_path / "work", ())
+    loaded = config_file.load(config, prepared.overrides, options={"dataset": str(prepared.dataset)})
+    assert len(examples_of(loaded.config)) == 2
+
+
 def test_sft_needs_one_rollout_per_example(tmp_path, configured):
     file = tmp_path / "steps.jsonl"
     file.write_bytes(b"\n".join(lines(*run_of("a"))))
