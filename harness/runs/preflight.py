@@ -25,7 +25,7 @@ from rollstream.harness.services.addresses import check_port, is_this_machine, i
 from rollstream.harness.services.optional_dependencies import check_learner, check_quantized
 from rollstream.producers.league.draw import check_league
 from rollstream.schemas.config import RunConfig
-from rollstream.schemas.errors import ConfigError, describe
+from rollstream.schemas.errors import ArtifactError, ConfigError, describe
 from rollstream.schemas.permissions import COMMAND
 from rollstream.schemas.services import LOOPBACK
 from rollstream.schemas.users_code import import_module
@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_paths(config: RunConfig) -> None:
-    """Raises ConfigError if libraries or the model folder are missing, the learner's processes cannot train a job, or
-    the output folder cannot be written. Creates nothing.
+    """Raises ConfigError if libraries or the model folder are missing, the learner's processes cannot train a job, no
+    artifact store has the given URI, or the output folder cannot be written. Creates nothing.
     """
     if config.builder.services == "managed" and not config.is_external:
         check_learner()
@@ -64,9 +64,21 @@ def check_paths(config: RunConfig) -> None:
             at = f"{location}.algorithm.teacher"
             check_teacher(one.adapter.algorithm, config.builder.sampling, path, at, served_models(config))
     check_ranks(config, jobs_of(config, "run"))
+    _check_store(config)
     folder = config.finetuning.output_dir
     if why := obstacle(folder):
         raise ConfigError(f"finetuning.output_dir: {folder} cannot be used: {why}; choose another folder")
+
+
+def _check_store(config: RunConfig) -> None:
+    from rollstream.eventlog.artifacts import ArtifactStore
+
+    uri = config.adapter.artifact_uri
+    try:
+        if uri is not None:
+            ArtifactStore(uri)  # connects to nothing
+    except ArtifactError as error:
+        raise ConfigError(f"trainer_adapters.{config.finetuning.trainer_adapter}.artifact_uri: {error}") from error
 
 
 def check_result(path: Path | None) -> None:

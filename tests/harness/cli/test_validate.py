@@ -122,6 +122,14 @@ def output_in_a_file(written: dict[str, Any]) -> None:
     written["finetuning"]["output_dir"] = f"{written['trainer_adapters']['a']['model']['path']}/config.json/output"
 
 
+def unknown_store(written: dict[str, Any]) -> None:
+    written["trainer_adapters"]["a"]["artifact_uri"] = "foo://x/y"
+
+
+def store_without_its_package(written: dict[str, Any]) -> None:
+    written["trainer_adapters"]["a"]["artifact_uri"] = "oss://bucket/artifacts"
+
+
 @pytest.mark.parametrize(
     ("spoil", "reported"),
     [
@@ -136,6 +144,11 @@ def output_in_a_file(written: dict[str, Any]) -> None:
         (missing_module, "no_such_module"),
         (too_large_group, "a group of 1000 trajectories"),
         (incomplete_kafka, r"trajectory_builders\.b\.kafka.*needs password"),
+        (
+            unknown_store,
+            r"trainer_adapters\.a\.artifact_uri: artifact store foo://x/y: .*; give a URI that",
+        ),
+        (store_without_its_package, r"trainer_adapters\.a\.artifact_uri: artifact store oss://.*; install ossfs where"),
         (output_in_a_file, r"finetuning\.output_dir: .* cannot be used: .*config\.json is not a folder"),
     ],
 )
