@@ -10,11 +10,12 @@ from types import MappingProxyType
 from pydantic import JsonValue
 
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.jobs import MADE_ELSEWHERE, jobs_of, served_models
+from rollstream.harness.config.jobs import jobs_of, served_models
 from rollstream.harness.runs.preflight import check_result
 from rollstream.harness.runs.run_context import RunRequest, check_run
 from rollstream.harness.services.workspace import Workspace
 from rollstream.schemas.config import RunConfig
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 from rollstream.schemas.settings import PlanSettings
 
 

@@ -26,6 +26,7 @@ from rollstream.schemas.events import (
     SubmissionReceived,
     TrajectoryRejected,
 )
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 from rollstream.schemas.settings import FROZEN
 
 KINDS = {
@@ -51,6 +52,8 @@ REMEDIES = {
     "zero_variance": "all rewards of a group are equal: raise num_generations or the temperature, or change the reward",
 }
 """Remedies for causes that a configuration can remove."""
+NO_CALL = "the environment made no model call: let it answer with `session.chat`, or at the gateway of its rollout"
+"""Remedy for `no_token_ids` where the producers' own engine samples, so that every call has token ids."""
 OUTCOMES = (
     'rollstream sql --format json "SELECT outcome, o.cause, message, count(*) FROM outcomes o '
     'JOIN rollouts USING (rollout_id) GROUP BY ALL"'
@@ -146,10 +149,14 @@ class Untrained:
         reason += f" ({self.counts})" if self.counts else ""
         (cause, _), *_ = [*self.reported.most_common(1), ("", 0)]
         if cause in REMEDIES:
-            reason += f"; {REMEDIES[cause]}"
+            reason += f"; {NO_CALL if cause == 'no_token_ids' and self._is_sampled_here else REMEDIES[cause]}"
         elif self.failed:
             reason += f"; for details: {OUTCOMES}"
         return reason
+
+    @property
+    def _is_sampled_here(self) -> bool:
+        return self.started is not None and self.started.rollout.environment not in MADE_ELSEWHERE
 
 
 async def end_of(log: EventLog, job: JobSubmitted, *, num_trained: int, time_ms: int, finish_s: float) -> Event:

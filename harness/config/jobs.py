@@ -17,7 +17,7 @@ from rollstream.schemas.base import Locator
 from rollstream.schemas.config import AdapterSection, BuilderSection, RunConfig
 from rollstream.schemas.engine_settings import OpenAISettings, ScriptedSettings
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.events.recorded import RECORDED
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 from rollstream.schemas.events.training import BatchMember
 from rollstream.schemas.kafka import KafkaSettings, from_environment, given, merged
 from rollstream.schemas.league import LeagueSettings, OpponentVersions
@@ -44,8 +44,6 @@ from rollstream.schemas.settings import (
 )
 from rollstream.schemas.topics import TOPICS
 
-MADE_ELSEWHERE = (RECORDED, "remote_workflow")
-"""Environments whose rollouts another engine has sampled."""
 ENDPOINT = "endpoint-1"
 """Name of the service that serves the trained model; its engine loads versions under this name."""
 

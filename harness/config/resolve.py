@@ -13,7 +13,6 @@ from pydantic import BaseModel, JsonValue
 
 from rollstream.harness.config import dataset, nat_workflows
 from rollstream.harness.config.checks import check_trainer, warn, warn_meaningless
-from rollstream.harness.config.jobs import MADE_ELSEWHERE
 from rollstream.harness.config.rewards import ENVIRONMENT
 from rollstream.harness.config.unused_keys import Blocks, of_evaluation, unused_keys
 from rollstream.schemas import ids
@@ -33,7 +32,7 @@ from rollstream.schemas.config import (
 )
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import DatasetSection, Evaluator, kind_of
-from rollstream.schemas.events.recorded import RECORDED
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE, RECORDED
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.kafka import KafkaSection
 from rollstream.schemas.permissions import Permissions, named_by_algorithm

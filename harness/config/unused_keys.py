@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rollstream.harness.config.jobs import MADE_ELSEWHERE, served_models
+from rollstream.harness.config.jobs import served_models
 from rollstream.schemas.config import AdapterSection, EvalSection, FinetuningSection, RunConfig
 from rollstream.schemas.engine_settings import EngineSettings
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 from rollstream.schemas.finetuning import CurriculumLearningConfig
 from rollstream.schemas.settings import CurriculumSettings, OptimizerSettings
 

@@ -13,7 +13,6 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, Position
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.jobs import MADE_ELSEWHERE
 from rollstream.harness.config.rewards import permissions_of
 from rollstream.harness.runs.preflight import environment_of
 from rollstream.harness.runs.stored_config import check_stored
@@ -27,6 +26,7 @@ from rollstream.schemas.config import RunConfig
 from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.errors import ConfigError, DecodeError, RunFailedError
 from rollstream.schemas.events import GroupClosed, RewardRecorded, RolloutFailed, StepRecorded, TaskRequested
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 
 
 class Move(NamedTuple):

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from rollstream.eventlog.files import obstacle
 from rollstream.harness.config import nat_workflows
 from rollstream.harness.config.checks import check_hub, check_model, check_ranks, check_teacher
-from rollstream.harness.config.jobs import ENDPOINT, MADE_ELSEWHERE, jobs_of, served_models
+from rollstream.harness.config.jobs import ENDPOINT, jobs_of, served_models
 from rollstream.harness.config.rewards import check_evaluators, check_examples, check_reward, path_of, permissions_of
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.addresses import check_port, is_this_machine, is_unspecified
@@ -26,6 +26,7 @@ from rollstream.harness.services.optional_dependencies import check_learner, che
 from rollstream.producers.league.draw import check_league
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ArtifactError, ConfigError, describe
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 from rollstream.schemas.permissions import COMMAND
 from rollstream.schemas.services import LOOPBACK
 from rollstream.schemas.users_code import import_module

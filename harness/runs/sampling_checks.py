@@ -7,13 +7,14 @@ import logging
 import os
 
 from rollstream.harness.config.checks import warn_meaningless
-from rollstream.harness.config.jobs import MADE_ELSEWHERE, jobs_of, served_models
+from rollstream.harness.config.jobs import jobs_of, served_models
 from rollstream.harness.config.resolve import block_of, is_ours
 from rollstream.harness.config.unused_keys import of_engine
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.errors import ConfigError, describe
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.policy_gradient import ALONE
 from rollstream.schemas.settings import JobSpec

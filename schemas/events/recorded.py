@@ -13,6 +13,8 @@ from rollstream.schemas.settings import ArtifactRef
 
 RECORDED = "recorded"
 """Name of the environment that plays them."""
+MADE_ELSEWHERE = (RECORDED, "remote_workflow")
+"""Environments whose rollouts another engine has sampled."""
 INPUT = "recorded"
 """Key of a task's inputs that holds its members' recorded rollouts, as `RecordedMember`s by member number."""
 

@@ -6,8 +6,16 @@ from typing import Any
 import pytest
 
 from rollstream.learner.untrained import EMPTY, NOTHING_SUBMITTED, Untrained
-from rollstream.schemas.events import JobFailed, JobSubmitted, JobSucceeded, SubmissionReceived, TrajectoryRejected
+from rollstream.schemas.events import (
+    JobFailed,
+    JobStarted,
+    JobSubmitted,
+    JobSucceeded,
+    SubmissionReceived,
+    TrajectoryRejected,
+)
 from rollstream.schemas.events.training import RejectionCause
+from rollstream.schemas.settings import PlanSettings, RolloutSettings
 
 
 async def error_of(lab: Any) -> str:
@@ -53,6 +61,31 @@ def test_a_frozen_group_is_the_cause_only_without_another_one(lab: Any) -> None:
             found.take(event)
         assert (found.is_curriculum_alone, found.counts) == (False, "1 trajectory rejected: zero_variance")
         assert found.reason.endswith("raise num_generations or the temperature, or change the reward")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("environment", "remedy"),
+    [
+        ("guess_number", "the environment made no model call: let it answer with `session.chat`"),
+        ("command:python agent.py", "the environment made no model call"),
+        ("recorded", "point the llm's base_url at the adapter's `endpoint`"),
+        ("remote_workflow", "point the llm's base_url at the adapter's `endpoint`"),
+    ],
+)
+def test_an_environment_without_model_calls_has_another_remedy_than_calls_without_token_ids(
+    lab: Any, environment: str, remedy: str
+) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        found = Untrained(job.job_id)
+        rollout = RolloutSettings(environment=environment)
+        of_job = {"run_id": job.run_id, "time_ms": 1, "job_id": job.job_id, "model_group": job.model_group}
+        found.take(JobStarted(**of_job, base_version=0, plan=PlanSettings(), rollout=rollout))
+        for event in rejected(job, "no_token_ids", 2):
+            found.take(event)
+        assert f"2 trajectories rejected: no_token_ids); {remedy}" in found.reason
 
     asyncio.run(scenario())
 
