@@ -13,7 +13,7 @@ from rollstream.harness.config.unused_keys import of_engine
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.engine_settings import EngineSettings
-from rollstream.schemas.errors import ConfigError, describe
+from rollstream.schemas.errors import ConfigError, EnvironmentRunError, describe
 from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.policy_gradient import ALONE
@@ -24,11 +24,18 @@ logger = logging.getLogger(__name__)
 
 
 def check_engines(config: RunConfig) -> None:
-    """Looks up the engines that the run's services are started with, and checks their settings. Raises ConfigError."""
+    """Looks up the engines that the run's services are started with, and checks their settings, and the renderer's
+    name. Raises ConfigError.
+    """
     from rollstream.producers.engines.table import check_run, settings_of
+    from rollstream.producers.rollout import rendering
 
     if config.builder.services == "external":
         return
+    try:
+        rendering.check_name(config.builder.renderer)
+    except EnvironmentRunError as error:
+        raise ConfigError(f"trajectory_builders.{config.finetuning.trajectory_builder}.{error}") from error
     location = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
     groups = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
     for name, served in served_models(config).items():

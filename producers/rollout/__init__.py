@@ -3,6 +3,14 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.producers.rollout import environment, recorded_call, registry, rewards, scored_answers, user_code
+    from rollstream.producers.rollout import (
+        environment,
+        recorded_call,
+        registry,
+        rendering,
+        rewards,
+        scored_answers,
+        user_code,
+    )
 
-__all__ = ["environment", "recorded_call", "registry", "rewards", "scored_answers", "user_code"]
+__all__ = ["environment", "recorded_call", "registry", "rendering", "rewards", "scored_answers", "user_code"]

@@ -99,6 +99,19 @@ def renderer_for(tokenizer: Tokenizer, wanted: str) -> Renderer | None:
     return _made_for(own, wanted)
 
 
+def check_name(wanted: str) -> None:
+    """Raises EnvironmentRunError for a name that no renderer has, or if the library is not installed."""
+    if wanted in (AUTO, NONE):
+        return
+    _check_installed(wanted)
+    from renderers import config_from_name
+
+    try:
+        config_from_name(wanted)
+    except ValueError as error:
+        raise EnvironmentRunError(f"renderer {wanted}: {describe(error)}") from error
+
+
 @functools.lru_cache(maxsize=8)
 def _made_for(tokenizer: Any, wanted: str) -> Renderer | None:
     return _proven(tokenizer) if wanted == AUTO else _named(wanted, tokenizer)
@@ -127,12 +140,16 @@ def _is_installed() -> bool:
     return importlib.util.find_spec("renderers") is not None
 
 
-def _named(name: str, tokenizer: Tokenizer) -> Renderer:
+def _check_installed(name: str) -> None:
     if not _is_installed():
         raise EnvironmentRunError(
             f"renderer {name}: the package renderers is not installed; pip install '.[renderers]' in rollstream's "
             "checkout, or set renderer: none"
         )
+
+
+def _named(name: str, tokenizer: Tokenizer) -> Renderer:
+    _check_installed(name)
     try:
         return Renderer(name, _made(name, tokenizer), tokenizer)
     except Exception as error:  # a renderer raises anything on a tokenizer that lacks its tokens; it is raised again

@@ -172,6 +172,12 @@ def test_an_installed_engine_that_loads_no_weights_is_refused(
         check_engines(config_file.resolve(with_engine(written, {"kind": "parrot"})).config)
 
 
+def test_a_renderer_that_no_package_has_is_refused(written: dict[str, Any]) -> None:
+    written["trajectory_builders"]["b"]["renderer"] = "qwen33"
+    with pytest.raises(ConfigError, match=r"^trajectory_builders\.b\.renderer qwen33: .*qwen3"):
+        check_engines(config_file.resolve(written).config)
+
+
 LORA = {"rank": 8, "target_modules": ["q_proj"]}
 
 
