@@ -69,14 +69,14 @@ def tie_to(connection: duckdb.DuckDBPyConnection, cluster_id: str) -> None:
 def starts(connection: duckdb.DuckDBPyConnection) -> dict[TopicPartition, int]:
     """Offset of the first record that was read, by partition; 0 for others."""
     found = connection.execute(f"SELECT name, value FROM log.meta WHERE starts_with(name, '{START}')").fetchall()
-    named = [(name.removeprefix(START).rpartition("/"), int(offset)) for name, offset in found]
+    named = [(name.removeprefix(START).rpartition(" "), int(offset)) for name, offset in found]
     return {TopicPartition(topic, int(number)): offset for (topic, _, number), offset in named}
 
 
 def note_starts(connection: duckdb.DuckDBPyConnection, begun: Mapping[TopicPartition, int]) -> None:
     """Note where the reading of partitions begins, if the log had lost their first records by then."""
     for where, offset in begun.items():
-        name = f"{START}{where.topic}/{where.partition}"
+        name = f"{START}{where.topic} {where.partition}"
         connection.execute("DELETE FROM log.meta WHERE name = $1", [name])
         if offset:
             connection.execute("INSERT INTO log.meta VALUES ($1, $2)", [name, str(offset)])
