@@ -132,7 +132,6 @@ class RolloutModel:
         metadata |= {"asked": deviations} if deviations else {}
         sent = self._messages(asked)
         try:
-            self._parse(agent, (), _tools_of(asked))  # a renderer that cannot be used is known before a turn is taken
             replies = await self.session.sample(sent, asked.n, agent, asked=self._asked(asked, metadata, on_text))
         except TurnsExhausted as error:
             await self._keep_exhausted(error)

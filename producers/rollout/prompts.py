@@ -30,8 +30,8 @@ def prompt_of(
     options: CallOptions | None,
     wanted: str,
 ) -> Prompt:
-    """Ids to go on from. `wanted`: the run's `renderer`. Raises EnvironmentRunError for a prompt without tokens, and
-    the errors of `rendered`.
+    """Ids to go on from. `wanted`: the run's `renderer`. Raises EnvironmentRunError for a prompt without tokens and, if
+    there are tools, for a renderer that cannot be used, and the errors of `rendered`.
     """
     text = rendered(messages, tokenizer, options)
     bridged = options and _bridged(conversation, text, messages, tokenizer, options, wanted)
@@ -61,11 +61,11 @@ def _bridged(
     """The last answer in the messages must be one of the conversation's own, and come after what it was given to."""
     if not asked.tools or asked.text is not None:
         return None
+    renderer = renderer_for(tokenizer, wanted)  # also without an answer: one that cannot be used is known before a turn
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         return None
     answered, after = messages[answers[-1]], messages[answers[-1] + 1 :]
-    renderer = renderer_for(tokenizer, wanted)
     if renderer is None or not after or answered.keys() != {"role", "content"}:
         return None
     before = history_with(history_of(messages[: answers[-1]], asked), answered["content"])

@@ -119,11 +119,9 @@ class Session:
         Raises TurnsExhausted, or EnvironmentRunError for an agent that is not configured.
         """
         asked, sent = CallOptions(plain([*tools], "tools")) if tools else None, self._written.restored(messages)
-        if asked is None:
-            return (await self.sample(sent, 1, agent))[0]
-        self.parser(agent, (), asked.tools)  # a renderer that cannot be used is known before a turn is taken
         (reply,) = await self.sample(sent, 1, agent, asked=asked)
-        return self._written.parsed(reply, self.parser(agent, reply.prompt, asked.tools), sent)
+        parse = None if asked is None else self.parser(agent, reply.prompt, asked.tools)
+        return reply if asked is None else self._written.parsed(reply, parse, sent)
 
     @refused_with_pause
     async def sample(
