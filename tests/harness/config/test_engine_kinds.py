@@ -20,7 +20,7 @@ from rollstream.harness.runs.plan import open_run
 from rollstream.harness.runs.sampling_checks import check_engines
 from rollstream.replay.source import read_run
 from rollstream.schemas.engine_settings import ScriptedSettings, TransformersSettings
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ArtifactError, ConfigError
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import EndpointSettings, ProducerSettings
 from tests.rigs.installed_engine import PARROT, install
@@ -260,6 +260,6 @@ def test_a_stored_configuration_imports_no_engine(
 
     with suppress(ConfigError):
         asyncio.run(ask())
-    with suppress(ConfigError):
+    with suppress(ConfigError, ArtifactError):
         asyncio.run(open_run(log, ArtifactStore(str(tmp_path)), config_file.resolve(written), "run-1"))
     assert parrot not in sys.modules
