@@ -45,7 +45,8 @@ def epoch_of(handle: RunHandle, groups: Sequence[Group]) -> int:
 async def submitted_groups(handle: RunHandle, epoch: int, groups: Sequence[Group]) -> list[SubmittedGroup]:
     """The submission of an unsealed epoch, in the order of the groups.
 
-    Raises ConfigError for a reward that is not a number or too large, RunFailedError if the run is over.
+    Raises ConfigError for a reward that is not a number or too large and for a changed trajectory that names none of
+    several agents, RunFailedError if the run is over.
     """
     references = [_reference(handle, group) for group in groups]
     written = [group for group, reference in zip(groups, references, strict=True) if reference is None]
@@ -87,7 +88,7 @@ async def _write(handle: RunHandle, epoch: int, groups: Sequence[Group]) -> list
     Ids derive from the content, so writing it again is idempotent.
     """
     recorded = [
-        _recorded(group, f"g{number}", demands_logprobs=_demands_logprobs(handle))
+        _recorded(group, f"g{number}", tuple(handle.spec.rollout.agents), demands_logprobs=_demands_logprobs(handle))
         for number, group in enumerate(groups)
     ]
     every = [one for several in recorded for one in several]
@@ -127,17 +128,31 @@ def _demands_logprobs(handle: RunHandle) -> bool:
     return handle.spec.job.kind != EXTERNAL and handle.spec.plan.needs_logprobs
 
 
-def _recorded(group: Group, name: str, *, demands_logprobs: bool) -> list[RecordedGroup]:
-    """One recorded group; for preference pairs, one per pair."""
+def _recorded(group: Group, name: str, agents: Sequence[str], *, demands_logprobs: bool) -> list[RecordedGroup]:
+    """One recorded group; for preference pairs, one per pair. Raises ConfigError, see `_agent_of`."""
     example_id = next((str(t.metadata["id"]) for t in group if t.metadata and "id" in t.metadata), name)
     pairs = [pair for trajectory in group if _is_preference(trajectory) for pair in rollouts_of_items(trajectory)]
     found = [RecordedGroup.of(example_id, pair) for pair in pairs]
     rollouts = [
-        rollout_of(trajectory, demands_logprobs=demands_logprobs)
+        rollout_of(trajectory, demands_logprobs=demands_logprobs, agent=_agent_of(trajectory, agents))
         for trajectory in group
         if not _is_preference(trajectory)
     ]
     return [*([RecordedGroup.of(example_id, rollouts)] if rollouts else []), *found]
+
+
+def _agent_of(trajectory: Trajectory, agents: Sequence[str]) -> str:
+    """The agent that a trajectory is compared and trained as; empty for the only one of a run.
+
+    Raises ConfigError if it names none of several.
+    """
+    agent = (trajectory.metadata or {}).get("agent")
+    if len(agents) > 1 and agent not in agents:
+        raise ConfigError(
+            f"a trajectory's metadata has the agent {agent!r}; the run has several ({', '.join(agents)}), so set "
+            "metadata['agent'] to one of them"
+        )
+    return str(agent) if len(agents) > 1 else ""
 
 
 def _is_preference(trajectory: Trajectory) -> bool:

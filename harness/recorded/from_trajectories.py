@@ -36,8 +36,10 @@ _CHAT_ROLES = {
 """Roles that no chat template knows, and the roles as which the model reads them."""
 
 
-def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True) -> RecordedRollout:
+def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True, agent: str = "") -> RecordedRollout:
     """A trajectory as a rollout: its calls, its shaped rewards by call, and the rest of its reward at the end.
+
+    `agent`: the one whose trajectory it is, in a run of several.
 
     An assistant message with exact ids (`read_logprobs`) keeps them unless its text was changed since; any other is
     text to re-tokenize or reject. One with neither ids nor log-probabilities is not trained on, as in NAT, unless
@@ -52,7 +54,7 @@ def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True) -> Reco
         return RecordedRollout(
             source_id=source_id, error=f"its reward is {trajectory.reward}; expected a finite number"
         )
-    steps = _steps(cast("Sequence[EpisodeItem]", items), demands_logprobs=demands_logprobs)
+    steps = _steps(cast("Sequence[EpisodeItem]", items), agent, demands_logprobs=demands_logprobs)
     if not steps:
         return RecordedRollout(source_id=source_id, error="has no assistant message")
     shaped = _shaped(trajectory.shaped_rewards or [], len(steps))
@@ -63,7 +65,8 @@ def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True) -> Reco
         )
     final = trajectory.reward - math.fsum(reward.value for reward in shaped)
     rewards = (RecordedReward(value=final, name=REWARD), *shaped)
-    return RecordedRollout(source_id=source_id, steps=tuple(steps), rewards=rewards)
+    own = rewards if not agent else [reward.model_copy(update={"agent": agent}) for reward in rewards]
+    return RecordedRollout(source_id=source_id, steps=tuple(steps), rewards=tuple(own))
 
 
 def rollouts_of_pair(
@@ -97,13 +100,14 @@ def rollouts_of_items(trajectory: Trajectory) -> tuple[tuple[RecordedRollout, Re
     )
 
 
-def _steps(items: Sequence[EpisodeItem], *, demands_logprobs: bool) -> list[RecordedStep]:
+def _steps(items: Sequence[EpisodeItem], agent: str, *, demands_logprobs: bool) -> list[RecordedStep]:
     steps: list[RecordedStep] = []
     messages: list[dict[str, JsonValue]] = []
     for item in items:
         message = _message(item)
         if item.role == EpisodeItemRole.ASSISTANT:
-            steps.append(_step(tuple(messages), message, item, demands_logprobs=demands_logprobs))
+            step = _step(tuple(messages), message, item, demands_logprobs=demands_logprobs)
+            steps.append(step.model_copy(update={"agent": agent}))
         messages.append(message)
     return steps
 
