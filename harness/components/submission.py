@@ -10,7 +10,7 @@ from rollstream.eventlog import codec
 from rollstream.harness.components import epochs
 from rollstream.harness.components.trajectories import is_as_recorded
 from rollstream.harness.config.jobs import check_group
-from rollstream.harness.recorded.from_trajectories import rollout_of, rollouts_of_items
+from rollstream.harness.recorded.from_trajectories import rollout_of, rollouts_of_items, weights_of
 from rollstream.harness.recorded.tasks import RECORDED, all_stored, played_by, tasks_of
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas import ids
@@ -88,7 +88,7 @@ async def _write(handle: RunHandle, epoch: int, groups: Sequence[Group]) -> list
     Ids derive from the content, so writing it again is idempotent.
     """
     recorded = [
-        _recorded(group, f"g{number}", tuple(handle.spec.rollout.agents), demands_logprobs=_demands_logprobs(handle))
+        _recorded(group, f"g{number}", handle.spec.rollout, demands_logprobs=_demands_logprobs(handle))
         for number, group in enumerate(groups)
     ]
     every = [one for several in recorded for one in several]
@@ -118,9 +118,13 @@ async def _write(handle: RunHandle, epoch: int, groups: Sequence[Group]) -> list
 
 
 def _as_they_come(settings: RolloutSettings) -> RolloutSettings:
-    """Settings of rollouts that come with rewards: they are neither scored nor weighted again."""
+    """Settings of rollouts that come with rewards, each for its own agent: they are not scored again, and weighted as
+    before.
+    """
     played = settings if settings.environment == RECORDED else played_by(settings)
-    return played.model_copy(update={"rewards": (), "evaluators": {}, "reward_weights": {}})
+    weights = weights_of(settings.reward_weights)
+    given = {"rewards": (), "evaluators": {}, "reward_weights": weights, "missing_score": "unneeded"}
+    return played.model_copy(update=given)
 
 
 def _demands_logprobs(handle: RunHandle) -> bool:
@@ -128,13 +132,18 @@ def _demands_logprobs(handle: RunHandle) -> bool:
     return handle.spec.job.kind != EXTERNAL and handle.spec.plan.needs_logprobs
 
 
-def _recorded(group: Group, name: str, agents: Sequence[str], *, demands_logprobs: bool) -> list[RecordedGroup]:
+def _recorded(group: Group, name: str, settings: RolloutSettings, *, demands_logprobs: bool) -> list[RecordedGroup]:
     """One recorded group; for preference pairs, one per pair. Raises ConfigError, see `_agent_of`."""
     example_id = next((str(t.metadata["id"]) for t in group if t.metadata and "id" in t.metadata), name)
     pairs = [pair for trajectory in group if _is_preference(trajectory) for pair in rollouts_of_items(trajectory)]
     found = [RecordedGroup.of(example_id, pair) for pair in pairs]
     rollouts = [
-        rollout_of(trajectory, demands_logprobs=demands_logprobs, agent=_agent_of(trajectory, agents))
+        rollout_of(
+            trajectory,
+            demands_logprobs=demands_logprobs,
+            agent=_agent_of(trajectory, tuple(settings.agents)),
+            weights=settings.reward_weights,
+        )
         for trajectory in group
         if not _is_preference(trajectory)
     ]

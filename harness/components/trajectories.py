@@ -9,7 +9,7 @@ from typing import Any
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import EventLog, Position
 from rollstream.eventlog.reading import read_to_end
-from rollstream.harness.recorded.from_trajectories import CONTENT_SHA256, text_sha256
+from rollstream.harness.recorded.from_trajectories import CONTENT_SHA256, REWARDS, text_sha256
 from rollstream.schemas import tokens
 from rollstream.schemas.base import Locator
 from rollstream.schemas.errors import ArtifactError, DecodeError
@@ -63,6 +63,7 @@ def trajectory_of(
             "rollout_id": member.rollout_id,
             "trajectory_id": member.trajectory_id,
             "agent": member.agent,
+            REWARDS: dict(assembled.rewards),
             "generation": member.member,
             "digest": member.digest,
             "locator": locator.model_dump(),
@@ -88,7 +89,9 @@ def is_as_recorded(trajectory: Trajectory) -> bool:
 
 
 def completions_of(sequences: Sequence[TokenSequence]) -> dict[int, dict[str, Any]]:
-    """Token data of each LLM call, by step: ids of prompt and answer, log-probabilities, version spans."""
+    """Token data of each LLM call, by step: ids of prompt and answer, log-probabilities and the kept ids that they are
+    of, version spans, finish reason.
+    """
     found: dict[int, dict[str, Any]] = {}
     for sequence in sequences:
         ids = tokens.decode_ids(sequence.token_ids)
@@ -107,7 +110,8 @@ def _tokens(part: Completion, ids: list[int], logprobs: list[float] | None, inde
         "token_ids": ids[part.start : end],
         "logprobs": None if logprobs is None else logprobs[index : index + part.length],
         "spans": [span.model_dump() for span in part.spans],
-    }
+        "finish_reason": part.finish_reason,
+    } | ({} if part.kept_ids is None else {"kept_ids": part.kept_ids})
 
 
 def _episode(calls: Sequence[StepRecorded], completions: Mapping[int, dict[str, Any]]) -> list[EpisodeItem]:

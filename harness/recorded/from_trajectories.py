@@ -16,6 +16,7 @@ from rollstream.eventlog import codec
 from rollstream.harness.recorded.pairs import CandidatePair, ScoredCandidate
 from rollstream.producers.rollout.recorded_call import NO_LOGPROBS
 from rollstream.producers.traces.framework_logprobs import Logprobs, read_logprobs
+from rollstream.producers.traces.spans import SCORE
 from rollstream.schemas.events.recorded import (
     RecordedChat,
     RecordedReward,
@@ -24,11 +25,17 @@ from rollstream.schemas.events.recorded import (
     RecordedTokens,
 )
 from rollstream.schemas.finetuning import DPOItem, EpisodeItem, EpisodeItemRole, OpenAIMessage, Trajectory
+from rollstream.schemas.settings import OTHERS
 
 REWARD = "reward"
 STEP_REWARD = "shaped_reward"
+REWARDS = "rewards"
+"""Key of the metadata of our builder's trajectories: their recorded rewards by name, not weighted."""
 CONTENT_SHA256 = "content_sha256"
 """Key of an assistant message's metadata: of the text that its tokens say."""
+ROUNDING = 1e-12
+"""Share of a reward that only the order of its sum can explain."""
+_OWN_NAMES = (REWARD, STEP_REWARD, SCORE)
 _CHAT_ROLES = {
     EpisodeItemRole.ENVIRONMENT: "user",
     EpisodeItemRole.OTHER: "user",
@@ -36,10 +43,18 @@ _CHAT_ROLES = {
 """Roles that no chat template knows, and the roles as which the model reads them."""
 
 
-def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True, agent: str = "") -> RecordedRollout:
-    """A trajectory as a rollout: its calls, its shaped rewards by call, and the rest of its reward at the end.
+def rollout_of(
+    trajectory: Trajectory,
+    *,
+    demands_logprobs: bool = True,
+    agent: str = "",
+    weights: Mapping[str, float] | None = None,
+) -> RecordedRollout:
+    """A trajectory as a rollout: its calls, its shaped rewards by call, and the rest of its reward at the end, by name
+    as far as it was recorded so.
 
-    `agent`: the one whose trajectory it is, in a run of several.
+    `agent`: the one whose trajectory it is, in a run of several. `weights`: of the run's rewards; the rollout is for a
+    task with `weights_of` them.
 
     An assistant message with exact ids (`read_logprobs`) keeps them unless its text was changed since; any other is
     text to re-tokenize or reject. One with neither ids nor log-probabilities is not trained on, as in NAT, unless
@@ -63,10 +78,14 @@ def rollout_of(trajectory: Trajectory, *, demands_logprobs: bool = True, agent: 
         return RecordedRollout(
             source_id=source_id, error=f"has {num} shaped_rewards for {len(steps)} assistant messages"
         )
-    final = trajectory.reward - math.fsum(reward.value for reward in shaped)
-    rewards = (RecordedReward(value=final, name=REWARD), *shaped)
+    rewards = (*_final(trajectory, shaped, weights or {}), *shaped)
     own = rewards if not agent else [reward.model_copy(update={"agent": agent}) for reward in rewards]
     return RecordedRollout(source_id=source_id, steps=tuple(steps), rewards=tuple(own))
+
+
+def weights_of(weights: Mapping[str, float]) -> dict[str, float]:
+    """Reward weights of a task with rollouts from here: the run's, and 1 for the rewards that only they have."""
+    return {**weights, **dict.fromkeys(_OWN_NAMES, 1.0)} if weights else {}
 
 
 def rollouts_of_pair(
@@ -151,8 +170,8 @@ def _pair_member(
         tokens=tokens,
         chat=RecordedChat(messages=messages, answer=answer),
     )
-    compared = RecordedReward(value=score, name="score", step=0, is_score=True)
-    return RecordedRollout(steps=(step,), rewards=(RecordedReward(value=score, name="score"), compared))
+    compared = RecordedReward(value=score, name=SCORE, step=0, is_score=True)
+    return RecordedRollout(steps=(step,), rewards=(RecordedReward(value=score, name=SCORE), compared))
 
 
 def _messages(item: DPOItem) -> tuple[dict[str, JsonValue], ...]:
@@ -175,6 +194,30 @@ def _shaped(values: Sequence[float], num_steps: int) -> tuple[RecordedReward, ..
     if (values and len(values) != num_steps) or not all(map(math.isfinite, values)):
         return None
     return tuple(RecordedReward(value=value, name=STEP_REWARD, step=step) for step, value in enumerate(values))
+
+
+def _final(
+    trajectory: Trajectory, shaped: Sequence[RecordedReward], weights: Mapping[str, float]
+) -> list[RecordedReward]:
+    """The rewards of the whole rollout; with those of its steps, their weighted sum is the trajectory's reward."""
+    found: dict[str, float] = {}
+    counted = [reward.value for reward in shaped]
+    for name, value in _recorded_rewards(trajectory).items():
+        weighted = weights.get(name, weights.get(OTHERS, 1.0)) * value
+        counted.append(weighted)
+        found[name] = weighted if name in _OWN_NAMES else value
+    rest = trajectory.reward - math.fsum(counted)
+    if not found or abs(rest) > ROUNDING * max(1.0, abs(trajectory.reward)):
+        found[REWARD] = found.get(REWARD, 0.0) + rest
+    return [RecordedReward(value=value, name=name) for name, value in found.items()]
+
+
+def _recorded_rewards(trajectory: Trajectory) -> dict[str, float]:
+    """The rewards that one of our builder's trajectories was recorded with; none for any other."""
+    if _of(trajectory.metadata, "trajectory_id") is None:
+        return {}
+    found = _of(trajectory.metadata, REWARDS)
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def _source_id(trajectory: Trajectory) -> str:

@@ -54,6 +54,7 @@ class _CallTokens:
     spans: tuple[VersionSpan, ...]
     finish_reason: str
     is_retokenised: bool
+    kept_ids: str | None = None
 
 
 def read_step(
@@ -122,6 +123,7 @@ def _imported(call_tokens: _CallTokens, playing: ImportContext) -> ImportedCall:
         logprobs=None if call_tokens.logprobs is None else tokens.encode_floats(call_tokens.logprobs),
         spans=spans,
         finish_reason=call_tokens.finish_reason,
+        kept_ids=call_tokens.kept_ids,
     )
     return ImportedCall(call, flags)
 
@@ -142,6 +144,7 @@ def _exact(step: RecordedStep, conversation: Conversation, tokenizer: Tokenizer)
         recorded.spans,
         recorded.finish_reason,
         recorded.is_retokenised,
+        recorded.kept_ids,
     )
 
 

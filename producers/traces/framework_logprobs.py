@@ -1,8 +1,8 @@
 """Log-probabilities of an answer as frameworks keep them, read as token ids and numbers. Pure; never guesses an id.
 
 Known shapes: an object or dict of OpenAI's `ChoiceLogprobs` (`content`: entries of `token`, `logprob`), with ids as
-extra keys (`prompt_token_ids`, `token_ids`, `model_group`, `version`) or as vLLM's `token: "token_id:123"`; a list of
-such entries; a list of numbers.
+extra keys (`prompt_token_ids`, `token_ids`, `model_group`, `version`, `finish_reason`, `kept_ids`) or as vLLM's
+`token: "token_id:123"`; a list of such entries; a list of numbers.
 """
 
 import math
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollstream.schemas import tokens
+from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events.recorded import RecordedTokens
 from rollstream.schemas.events.rollouts import VersionSpan
 
@@ -24,6 +26,8 @@ _KEYS = (
         "model_group",
         "version",
         "spans",
+        "finish_reason",
+        "kept_ids",
     ),
     *("token", "logprob", "token_id", "length"),
 )
@@ -38,15 +42,28 @@ class Logprobs:
     completion_ids: tuple[int, ...] | None = None
     prompt_ids: tuple[int, ...] | None = None
     spans: tuple[VersionSpan, ...] = ()
+    finish_reason: str | None = None
+    kept_ids: str | None = None
+    """Ids that top_p and top_k left, see `RecordedTokens`."""
 
     def tokens(self, *, finish_reason: str = "stop") -> RecordedTokens | None:
-        """Exact tokens, if prompt and completion are known by ids. Log-probabilities stay if their number fits."""
+        """Exact tokens, if prompt and completion are known by ids. Log-probabilities stay if their number fits, and
+        their kept ids, too. `finish_reason`: where none is known here.
+        """
         if not self.prompt_ids or not self.completion_ids:
             return None
         num = len(self.completion_ids)
         values = self.values if self.values is not None and len(self.values) == num else None
         spans = self.spans if sum(span.length for span in self.spans) == num else ()
-        return RecordedTokens.of(self.prompt_ids, self.completion_ids, values, spans=spans, finish_reason=finish_reason)
+        kept_ids = self.kept_ids if _are_kept(self.kept_ids, self.completion_ids) else None
+        return RecordedTokens.of(
+            self.prompt_ids,
+            self.completion_ids,
+            values if kept_ids == self.kept_ids else None,
+            spans=spans,
+            finish_reason=self.finish_reason or finish_reason,
+            kept_ids=kept_ids,
+        )
 
 
 def read_logprobs(raw: Any) -> Logprobs:
@@ -61,6 +78,8 @@ def read_logprobs(raw: Any) -> Logprobs:
         completion_ids=completion_ids,
         prompt_ids=_ints(found.get("prompt_token_ids")),
         spans=_spans(found, len(completion_ids or ())),
+        finish_reason=_text(found.get("finish_reason")),
+        kept_ids=_text(found.get("kept_ids")),
     )
 
 
@@ -117,6 +136,20 @@ def _span(found: Mapping[str, Any], length: int | None) -> VersionSpan | None:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_kept(kept_ids: str | None, completion_ids: Sequence[int]) -> bool:
+    """Whether the tokens are among the ids that were left to sample from."""
+    try:
+        if kept_ids is not None:
+            tokens.check_kept(completion_ids, tokens.decode_kept(kept_ids, len(completion_ids)))
+    except DecodeError:
+        return False
+    return True
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _ints(raw: Any) -> tuple[int, ...] | None:

@@ -324,6 +324,7 @@ def logprobs_of(end: IntermediateStepPayload) -> Logprobs:
             completion_ids=found.completion_ids or read.completion_ids,
             prompt_ids=found.prompt_ids or read.prompt_ids,
             spans=found.spans or read.spans,
+            kept_ids=found.kept_ids or read.kept_ids,
         )
     return found
 

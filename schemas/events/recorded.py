@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
 from rollstream.schemas import tokens
+from rollstream.schemas.base import added
 from rollstream.schemas.events.rollouts import FunctionAncestry, VersionSpan
 from rollstream.schemas.settings import ArtifactRef
 
@@ -37,10 +38,13 @@ class RecordedTokens(_Value):
     is_retokenised: bool = False
     """Made from text afterwards: the model may have sampled other tokens for the same text."""
     finish_reason: str = "stop"
+    kept_ids: str | None = added(None)
+    """The token ids that top_p and top_k left for each completion token (`tokens.encode_kept`), where known."""
 
     @model_validator(mode="after")
     def _numbers_agree(self) -> "RecordedTokens":
-        num_completion = len(tokens.decode_ids(self.completion_ids))
+        sampled = tokens.decode_ids(self.completion_ids)
+        num_completion = len(sampled)
         num_prompt = len(tokens.decode_ids(self.prompt_ids))
         if not num_completion or not num_prompt:
             raise ValueError("prompt_ids and completion_ids must not be empty; give the token ids of both")
@@ -48,6 +52,8 @@ class RecordedTokens(_Value):
             raise ValueError(f"logprobs must be {num_completion}, one per completion token")
         if self.spans and sum(span.length for span in self.spans) != num_completion:
             raise ValueError(f"spans must add up to {num_completion} completion tokens")
+        if self.kept_ids is not None:
+            tokens.check_kept(sampled, tokens.decode_kept(self.kept_ids, num_completion))
         return self
 
     @classmethod
@@ -60,8 +66,11 @@ class RecordedTokens(_Value):
         spans: tuple[VersionSpan, ...] = (),
         is_retokenised: bool = False,
         finish_reason: str = "stop",
+        kept_ids: str | None = None,
     ) -> "RecordedTokens":
-        """Build from ids (P,), (C,) and log-probabilities (C,). Raises ValueError if their lengths do not agree."""
+        """Build from ids (P,), (C,) and log-probabilities (C,). Raises ValueError if their lengths do not agree, or if
+        a token is not among its kept ids.
+        """
         return cls(
             prompt_ids=tokens.encode_ids(prompt_ids),
             completion_ids=tokens.encode_ids(completion_ids),
@@ -69,6 +78,7 @@ class RecordedTokens(_Value):
             spans=spans,
             is_retokenised=is_retokenised,
             finish_reason=finish_reason,
+            kept_ids=kept_ids,
         )
 
 

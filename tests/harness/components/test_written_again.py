@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.events import BatchPlanned, GroupClosed, SubmissionReceived
-from rollstream.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
+from rollstream.schemas.events import BatchPlanned, GroupClosed, RolloutFailed, SubmissionReceived, TrajectoryAssembled
+from rollstream.schemas.finetuning import (
+    EpisodeItem,
+    EpisodeItemRole,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+)
 from tests.rigs.runs.epochwise_rig import EpochwiseRig, answers_of, configuration, opened_rig
 
 
@@ -50,6 +56,20 @@ def test_a_changed_trajectory_stays_its_agents(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_one_agents_trajectory_without_tokens_does_not_lack_the_rewards_of_others(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = EpochwiseRig(tmp_path, of_two_agents(tmp_path))
+        async with opened_rig(rig) as (_, parts):
+            changed = await first_group(parts)
+            for answer in answers_of(changed[0]):
+                answer.content += "!"
+            ref = await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[changed], run_id="mine"))
+            await parts.trainer_adapter.wait_until_complete(ref)
+        assert await rig.events("steps", RolloutFailed) == []
+
+    asyncio.run(scenario())
+
+
 def test_a_changed_trajectory_that_names_none_of_several_agents_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = EpochwiseRig(tmp_path, of_two_agents(tmp_path))
@@ -59,5 +79,30 @@ def test_a_changed_trajectory_that_names_none_of_several_agents_is_refused(tmp_p
             with pytest.raises(ConfigError, match=r"has the agent None; the run has several \(prover, verifier\)"):
                 await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[changed], run_id="mine"))
         assert await rig.events("groups", SubmissionReceived) == []
+
+    asyncio.run(scenario())
+
+
+def test_rewards_keep_their_names_and_weights(tmp_path: Path) -> None:
+    written = configuration(tmp_path, reward_function={"name": "has_digit"})
+    written["eval"]["evaluators"] = {"has_digit": {"_type": "numeric_match", "answer_key": "secret"}}
+    written["trajectory_builders"]["b"]["reward_weights"] = {"reward": 0.5, "has_digit": 2.0}
+
+    async def scenario() -> None:
+        rig = EpochwiseRig(tmp_path, written)
+        async with opened_rig(rig) as (_, parts):
+            changed = await first_group(parts)
+            for trajectory in changed:
+                task = EpisodeItem(role=EpisodeItemRole.SYSTEM, content="guess")
+                trajectory.episode = [task, *answers_of(trajectory)]
+            ref = await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=[changed], run_id="mine"))
+            await parts.trainer_adapter.wait_until_complete(ref)
+        (batch,) = await rig.events("batches", BatchPlanned)
+        ids = {member.trajectory_id for member in batch.members}
+        assert not ids & {(each.metadata or {})["trajectory_id"] for each in changed}
+        found = {one.trajectory_id: one for one in await rig.events("trajectories", TrajectoryAssembled)}
+        assert sorted((found[one].rewards["has_digit"], found[one].reward) for one in ids) == sorted(
+            ((each.metadata or {})["rewards"]["has_digit"], pytest.approx(each.reward)) for each in changed
+        )
 
     asyncio.run(scenario())

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from rollstream.harness.components.interfaces import score_of
-from rollstream.harness.components.trajectories import _by_message, _episode
-from rollstream.harness.recorded.from_trajectories import rollout_of, rollouts_of_items, rollouts_of_pair
+from rollstream.harness.components.trajectories import _by_message, _episode, completions_of
+from rollstream.harness.recorded.from_trajectories import rollout_of, rollouts_of_items, rollouts_of_pair, weights_of
 from rollstream.producers.traces.framework_logprobs import read_logprobs
 from rollstream.schemas import tokens
 from rollstream.schemas.events import StepRecorded
 from rollstream.schemas.events.recorded import RecordedChat, RecordedStep
+from rollstream.schemas.events.rollouts import Completion, TokenSequence
 from rollstream.schemas.finetuning import DPOItem, EpisodeItem, OpenAIMessage, Trajectory
+from rollstream.schemas.settings import OTHERS
 
 CONTENT = [{"token": "a", "logprob": -0.5, "top_logprobs": []}, {"token": "b", "logprob": -0.25, "top_logprobs": []}]
 OURS = {"prompt_token_ids": [5, 6], "token_ids": [7, 8], "model_group": "run/policy", "version": 3}
@@ -167,3 +169,52 @@ def test_step_rewards_are_0_for_answers_of_the_prompt_and_a_changed_trajectory_c
     assert _by_message(None, episode) is None
     found = rollout_of(Trajectory(episode=episode, reward=0.5, shaped_rewards=shaped), demands_logprobs=False)
     assert found.error is None
+
+
+KEPT = tokens.encode_kept(tokens.KeptIds((2, 2), (7, 9, 6, 8)))
+
+
+def cut_off(kept_ids: str | None = KEPT):
+    """Token data of a call that was cut off, sampled under top_k, as our builder's messages have it."""
+    part = Completion(start=2, length=2, step_index=0, finish_reason="length", kept_ids=kept_ids)
+    ids, values = tokens.encode_ids([5, 6, 7, 8]), tokens.encode_floats([-0.5, -0.25])
+    return completions_of([TokenSequence(token_ids=ids, logprobs=values, completions=(part,))])[0]
+
+
+def test_an_answers_kept_ids_and_finish_reason_are_those_of_its_recorded_call():
+    (step,) = rollout_of(trajectory(item("user", "q"), item("assistant", "a", cut_off()))).steps
+    assert step.tokens is not None
+    assert (step.tokens.kept_ids, step.tokens.finish_reason) == (KEPT, "length")
+    assert "kept_ids" not in cut_off(None)
+
+
+@pytest.mark.parametrize("kept_ids", ["?", tokens.encode_kept(tokens.KeptIds((2, 2), (7, 9, 5, 6)))])
+def test_log_probabilities_of_an_unknown_distribution_are_left_out(kept_ids):
+    exact = read_logprobs({**cut_off(), "kept_ids": kept_ids}).tokens()
+    assert exact is not None
+    assert (exact.kept_ids, exact.logprobs) == (None, None)
+
+
+WEIGHTS = {OTHERS: 0.0, "right": 2.0, "reward": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "reward", "shaped", "found"),
+    [
+        ({"right": 1.0, "brief": 3.0}, 2.0, None, {"right": 1.0, "brief": 3.0}),
+        ({"right": 1.0, "reward": 1.0}, 2.5, None, {"right": 1.0, "reward": 0.5}),
+        ({"right": 1.0}, 3.0, None, {"right": 1.0, "reward": 1.0}),
+        ({"right": 1.0}, 2.0, [0.5], {"right": 1.0, "reward": -0.5, "shaped_reward": 0.5}),
+        ({}, 2.0, None, {"reward": 2.0}),
+        (None, 2.0, None, {"reward": 2.0}),
+    ],
+)
+def test_recorded_rewards_keep_their_names_and_the_total_is_the_trajectorys(recorded, reward, shaped, found):
+    metadata = {"trajectory_id": "r/g/m0/a0/agent", "rewards": recorded}
+    given = trajectory(item("assistant", "a", [-1.0]), reward=reward, shaped=shaped, **metadata)
+    rewards = rollout_of(given, weights=WEIGHTS).rewards
+    assert {one.name: one.value for one in rewards} == found
+    weights = weights_of(WEIGHTS)
+    assert sum(weights.get(one.name, weights[OTHERS]) * one.value for one in rewards) == reward
+    another = given.model_copy(update={"metadata": {"rewards": recorded}})
+    assert rollout_of(another).rewards[0].name == "reward", "another builder's metadata are its own"

@@ -67,6 +67,21 @@ def samples(played):
     return found
 
 
+def test_kept_ids_and_the_finish_reason_of_a_recorded_call_are_its_steps(play):
+    kept = tokens.encode_kept(tokens.KeptIds((2, 0), (7, 9)))
+    step = exact([5, 6], [7, 1], kept_ids=kept, finish_reason="length")
+    played = play(task_of(RecordedRollout(steps=(step,), rewards=(RecordedReward(value=1.0),))))
+    played.assert_complete()
+    assert (played.steps[0].llm.kept_ids, played.steps[0].llm.finish_reason) == (kept, "length")
+
+
+def test_tokens_without_kept_ids_are_written_as_before_and_others_kept_ids_are_refused():
+    plain = RecordedTokens.of([5], [7, 1])
+    assert "kept_ids" not in plain.model_dump(mode="json")
+    with pytest.raises(ValueError, match=r"its token 0 \(7\) is not among the 1 ids"):
+        RecordedTokens.of([5], [7, 1], kept_ids=tokens.encode_kept(tokens.KeptIds((1, 0), (8,))))
+
+
 def test_calls_are_joined_where_one_goes_on_from_another_and_every_prompt_is_what_the_model_saw(play):
     first, branch = exact([5, 6], [7, 1]), exact([5, 6], [8, 1])
     later, other = exact([5, 6, 7, 1, 9], [10, 1]), exact([40, 41], [42])
