@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollstream.producers import group_execution, league, service, takeover
+    from rollstream.producers import group_execution, league, service, takeover, user_tasks
     from rollstream.producers.attempt import run_rollout
     from rollstream.producers.engines.base import Capabilities, Engine, EngineKind, Generation, GenerationRequest
     from rollstream.producers.engines.scripted import ScriptedEngine
@@ -48,6 +48,7 @@ __all__ = [
     "run_rollout",
     "service",
     "takeover",
+    "user_tasks",
 ]
 
 

@@ -1,26 +1,35 @@
 """NAT's own runtime under `rollstream finetune`: its registered functions and evaluators run and score examples.
 
-A failing example is one failed rollout: NAT's `EvaluationRun` would skip the examples after it. Needs the extra `nat`;
-NAT is imported where it is used.
+A failing example is one failed rollout, and so is one that does not end in time: NAT's `EvaluationRun` would skip the
+examples after the first and wait for the second. Needs the extra `nat`; NAT is imported where it is used.
 """
 
 import asyncio
 import logging
+import math
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import SecretStr
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from rollstream.harness.components.interfaces import score_of
 from rollstream.harness.config.dataset import Example
-from rollstream.schemas.errors import describe
+from rollstream.producers.user_tasks import create_task
+from rollstream.schemas.errors import describe, retrieve_exception
 from rollstream.schemas.events.intermediate_steps import IntermediateStep
 from rollstream.schemas.variables import conceal
 
+GRACE_S = 1.0
+"""Seconds that code which is cancelled gets to end."""
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
+
+
+class _NotDone(Exception):
+    """User code that gave neither a result nor an exception."""
 
 
 class Played(NamedTuple):
@@ -49,8 +58,10 @@ class Failures:
 
 
 @asynccontextmanager
-async def workflow(config: Any, failures: Failures) -> AsyncIterator["Workflow"]:
-    """The workflow and evaluators of a configuration, built by NAT. Their exceptions are reported to `failures`."""
+async def workflow(config: Any, failures: Failures, limit_s: float) -> AsyncIterator["Workflow"]:
+    """The workflow and evaluators of a configuration, built by NAT, with `limit_s` seconds for an example. Their
+    exceptions are reported to `failures`.
+    """
     from nat.plugins.eval.runtime.builder import WorkflowEvalBuilder
     from nat.runtime.session import SessionManager
 
@@ -58,7 +69,7 @@ async def workflow(config: Any, failures: Failures) -> AsyncIterator["Workflow"]
         limit = config.eval.general.max_concurrency
         sessions = await SessionManager.create(config=config, shared_builder=builder, max_concurrency=limit)
         try:
-            yield Workflow(builder, sessions, limit, failures)
+            yield Workflow(builder, sessions, limit, failures, limit_s)
         finally:
             await sessions.shutdown()
 
@@ -66,14 +77,20 @@ async def workflow(config: Any, failures: Failures) -> AsyncIterator["Workflow"]
 class Workflow:
     """A workflow that NAT has built."""
 
-    def __init__(self, builder: Any, sessions: Any, max_concurrency: int, failures: Failures) -> None:
+    def __init__(self, builder: Any, sessions: Any, max_concurrency: int, failures: Failures, limit_s: float) -> None:
         self._builder = builder
         self._sessions = sessions
         self._failures = failures
-        self._slots = asyncio.Semaphore(max(1, max_concurrency))
+        self._num_slots = max(1, max_concurrency)
+        self._slots = asyncio.Semaphore(self._num_slots)
+        self._limit_s = limit_s
 
     async def play(self, examples: Sequence[Example], evaluator: str) -> list[Played]:
-        """Run every example once and score it with an evaluator of the configuration; results in order."""
+        """Run every example once and score it with an evaluator of the configuration; results in order.
+
+        An example has the limit for its run, without the wait for a slot. The evaluator has as much for each round of
+        as many examples as there are slots.
+        """
         items = [_item(example) for example in examples]
         played = await asyncio.gather(*map(self._run, items))
         done = [item for item, (_, error) in zip(items, played, strict=True) if error is None]
@@ -84,21 +101,12 @@ class Workflow:
         ]
 
     async def _run(self, item: Any) -> tuple[tuple[IntermediateStep, ...], str | None]:
-        from nat.builder.runtime_event_subscriber import pull_intermediate
-
         async with self._slots:
             try:
-                async with self._sessions.session(user_id=_user()) as session, session.run(item.input_obj) as runner:
-                    pulled = pull_intermediate()
-                    try:
-                        output = await runner.result()
-                        steps = await pulled
-                    finally:
-                        pulled.cancel()
-                    item.output_obj = _text(runner, output)
+                steps = await _limited(self._result(item), self._limit_s)
             except Exception as error:  # noqa: BLE001 -- user code may raise anything
                 self._failures.report(f"example {item.id}: the workflow", error)
-                return (), conceal(f"the workflow raised {describe(error)}")
+                return (), _failure("the workflow", error)
         item.trajectory = _nats(steps)
         try:
             return tuple(map(_ours, steps)), None
@@ -106,16 +114,34 @@ class Workflow:
             self._failures.report(f"example {item.id}: its steps", error)
             return (), conceal(f"the workflow's steps cannot be recorded: {describe(error)}")
 
+    async def _result(self, item: Any) -> Any:
+        """The steps of an example's run; its output becomes the item's."""
+        from nat.builder.runtime_event_subscriber import pull_intermediate
+
+        async with self._sessions.session(user_id=_user()) as session, session.run(item.input_obj) as runner:
+            pulled = pull_intermediate()
+            try:
+                output = await runner.result()
+                steps = await pulled
+            finally:
+                pulled.cancel()
+            item.output_obj = _text(runner, output)
+        return steps
+
     async def _score(self, name: str, items: list[Any]) -> tuple[dict[str, float], str | None]:
         """Scores by item id, where available, and the evaluator's exception, if any."""
         from nat.data_models.evaluator import EvalInput
 
+        if not items:
+            return {}, None
+        num_rounds = math.ceil(len(items) / self._num_slots)
         try:
-            output = await self._evaluate(name, EvalInput(eval_input_items=items)) if items else None
+            work = self._evaluate(name, EvalInput(eval_input_items=items))
+            output = await _limited(work, self._limit_s, num_rounds)
         except Exception as error:  # noqa: BLE001 -- user code may raise anything
             self._failures.report(f"evaluator {name}", error)
-            return {}, conceal(f"evaluator {name} raised {describe(error)}")
-        found = {str(item.id): score_of(item) for item in (output.eval_output_items if output is not None else ())}
+            return {}, _failure(f"evaluator {name}", error)
+        found = {str(item.id): score_of(item) for item in output.eval_output_items}
         return {key: score for key, score in found.items() if score is not None}, None
 
     async def _evaluate(self, name: str, items: Any) -> Any:
@@ -127,6 +153,30 @@ class Workflow:
 
         samples = EvalAtifAdapter().build_samples(items)
         return (await EvaluationHarness().evaluate({name: evaluator}, samples))[name]
+
+
+async def _limited(work: Coroutine[Any, Any, Result], limit_s: float, num_rounds: int = 1) -> Result:
+    """The result of user code, which is cancelled after `limit_s` seconds a round; what ignores that goes on by itself.
+
+    Raises what it raises, and _NotDone after that time.
+    """
+    task = create_task(work)
+    try:
+        await asyncio.wait({task}, timeout=limit_s * num_rounds)
+        if not task.done():
+            times = f" for each of {num_rounds} rounds of examples" if num_rounds > 1 else ""
+            raise _NotDone(f"timed out after {limit_s * num_rounds:g} s (rollout_timeout_s{times})")
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=GRACE_S)
+        task.add_done_callback(retrieve_exception)
+
+
+def _failure(what: str, error: Exception) -> str:
+    """The reason of a failed rollout, in one line."""
+    return conceal(f"{what} {error}" if isinstance(error, _NotDone) else f"{what} raised {describe(error)}")
 
 
 def _user() -> str:

@@ -40,16 +40,19 @@ class NatWorkflowBuilder(RollstreamTrajectoryBuilder):
     async def prepared(self, handle: RunHandle, tasks: Sequence[TaskRequested]) -> Sequence[TaskRequested]:
         """Run the tasks. Raises RunFailedError if the run ends first, ConfigError if NAT cannot build the workflow."""
         examples = [Example(task.example_id, task.inputs) for task in tasks]
-        generations = await handle.during(self._play(handle, examples, max(task.num_rollouts for task in tasks)))
+        generations = await handle.during(self._play(handle, tasks, examples))
         selection = self._selection(handle)
         groups = await handle.during(all_stored(_groups(examples, generations, selection), handle.artifacts))
         return [task.model_copy(update={"inputs": inputs_of(group)}) for task, group in zip(tasks, groups, strict=True)]
 
-    async def _play(self, handle: RunHandle, examples: Sequence[Example], num: int) -> list[list[Played]]:
+    async def _play(
+        self, handle: RunHandle, tasks: Sequence[TaskRequested], examples: Sequence[Example]
+    ) -> list[list[Played]]:
         """The result of each example, by generation."""
         reward = handle.config.finetuning.reward_function
         assert reward is not None
-        async with workflow(config_of(self._sections(handle)), self._failures) as built:
+        num, limit_s = max(task.num_rollouts for task in tasks), tasks[0].settings.rollout_timeout_s
+        async with workflow(config_of(self._sections(handle)), self._failures, limit_s) as built:
             return list(await asyncio.gather(*[built.play(examples, reward.name) for _ in range(num)]))
 
     def _sections(self, handle: RunHandle) -> dict[str, Any]:

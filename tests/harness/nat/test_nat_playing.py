@@ -23,12 +23,14 @@ from tests.rigs import nat_samples as nat
 
 class EchoConfig(FunctionBaseConfig, name="playing_test_echo"):
     refuses: str = "no"
+    hangs: str = "hang"
 
 
 class LengthConfig(EvaluatorBaseConfig, name="playing_test_length"):
     """The output's length; no score for an empty one, and an error for one of a character."""
 
     raises: bool = False
+    hangs: bool = False
 
 
 class AtifConfig(EvaluatorBaseConfig, name="playing_test_atif"):
@@ -45,6 +47,8 @@ def register() -> None:
             """The question."""
             if question == config.refuses:
                 raise ValueError(f"cannot play {question}")
+            if question == config.hangs:
+                await asyncio.Event().wait()
             return question
 
         yield FunctionInfo.from_fn(play, description="echo")
@@ -54,6 +58,8 @@ def register() -> None:
         async def evaluate(eval_input: Any) -> EvalOutput:
             if config.raises:
                 raise KeyError("no such column")
+            if config.hangs:
+                await asyncio.Event().wait()
             items = [_item(item) for item in eval_input.eval_input_items]
             return EvalOutput(average_score=None, eval_output_items=items)
 
@@ -80,13 +86,15 @@ def _item(item: Any) -> EvalOutputItem:
     return EvalOutputItem(id=item.id, score=float(len(output)) if output else None, reasoning={}, error=error)
 
 
-def played(questions: list[str], evaluator: dict[str, Any], failures: Failures | None = None) -> list[Played]:
+def played(
+    questions: list[str], evaluator: dict[str, Any], failures: Failures | None = None, limit_s: float = 60.0
+) -> list[Played]:
     register()
     config = config_of({"workflow": {"_type": "playing_test_echo"}, "eval": {"evaluators": {"it": evaluator}}})
     examples = [Example(f"x{number}", {"question": question}) for number, question in enumerate(questions)]
 
     async def play() -> list[Played]:
-        async with asyncio.timeout(120), workflow(config, failures or Failures()) as built:
+        async with asyncio.timeout(120), workflow(config, failures or Failures(), limit_s) as built:
             return await built.play(examples, "it")
 
     return asyncio.run(play())
@@ -98,6 +106,17 @@ def test_an_example_that_raises_fails_alone_and_the_others_are_scored_in_their_o
     assert [one.error is None for one in found] == [True, False, True, True]
     assert re.fullmatch(r"the workflow raised ValueError \(.* in play\): cannot play no", str(found[1].error))
     assert {step.payload.event_type for step in found[0].steps} >= {"WORKFLOW_START", "WORKFLOW_END"}
+
+
+def test_an_example_that_does_not_end_fails_alone_after_the_time_of_a_rollout() -> None:
+    found = played(["three", "hang"], {"_type": "playing_test_length"}, limit_s=1.0)
+    assert found[0].score == 5.0
+    assert found[1].error == "the workflow timed out after 1 s (rollout_timeout_s)"
+
+
+def test_an_evaluator_that_does_not_end_fails_every_example() -> None:
+    found = played(["one", "two"], {"_type": "playing_test_length", "hangs": True}, limit_s=1.0)
+    assert [one.error for one in found] == ["evaluator it timed out after 1 s (rollout_timeout_s)"] * 2
 
 
 def test_an_evaluator_that_raises_fails_every_example_with_its_name() -> None:
