@@ -149,7 +149,8 @@ class EndpointSection(Settings):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8765, ge=0, le=65535)
-    """0: any free port; the one taken is written to `NAME.json` of the workspace."""
+    """0: any free port; the one taken is written to `NAME.json` of the workspace, and kept over restarts if it can be.
+    """
     model_name: str = "policy"
     """Name of the model in requests; the model group's own name is accepted too."""
     token: str | None = None

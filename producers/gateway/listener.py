@@ -36,7 +36,7 @@ from rollstream.producers.openai.access import TOKEN_CALLER, Access, KeyLimits, 
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal, json_of, validated
 from rollstream.producers.openai.routes import Routes, json_response
-from rollstream.producers.openai.server import listening
+from rollstream.producers.openai.server import listening_again, recorded_address
 from rollstream.producers.openai.stream_words import Answered
 from rollstream.producers.openai.streaming import OnText
 from rollstream.producers.rollout.rewards import MAX_REWARD
@@ -129,7 +129,7 @@ class RolloutGateway(Routes):
         """Also after a process that was killed while it listened: its agents ask again. Raises RollstreamError if it
         has to listen and cannot.
         """
-        if self._is_listening_at_once or _recorded(address_file(self._workspace, self._name)).get("pid"):
+        if self._is_listening_at_once or recorded_address(address_file(self._workspace, self._name)).get("pid"):
             await self._listen()
         return self
 
@@ -205,18 +205,12 @@ class RolloutGateway(Routes):
                 ) from error
             self._access = Access(settings.host, settings.allowed_hosts, token, section=SECTION)
             self._keys = RolloutKeys(token)
-            self._port = await self._take_port(settings.port or _port_before(address_file(self._workspace, name)))
+            file = address_file(self._workspace, name)
+            listens = listening_again(self, settings.host, settings.port, file, SECTION)
+            self._port = await self._stack.enter_async_context(listens)
             self._url = str(URL.build(scheme="http", host=settings.host, port=self._port))  # brackets for IPv6
             self._record_address(os.getpid())
             logger.info("gateway %s (token in %s)", self._url, token_file(self._workspace, name))
-
-    async def _take_port(self, wanted: int) -> int:
-        try:
-            return await self._stack.enter_async_context(listening(self, self._settings.host, wanted, SECTION))
-        except RollstreamError:
-            if self._settings.port or not wanted:
-                raise
-        return await self._stack.enter_async_context(listening(self, self._settings.host, 0, SECTION))
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str = "") -> None:
         """The routes of the APIs, with the rollout in the path and without, and those of rollouts."""
@@ -370,18 +364,3 @@ def _not_open(rollout_id: str, name: str, *, is_known: bool) -> Refusal:
         return Refusal(503, f"{message}; {remedy}", code="rollout_not_found", retry_after_s=1)
     remedy = "correct its id, or bear the key of its claim in place of the gateway's token"
     return Refusal(404, f"{message} and not known to have begun; {remedy}", code="rollout_not_found")
-
-
-def _port_before(path: Path) -> int:
-    """The port that the process before had, so that agents find the one after it; 0 if there was none."""
-    port = _recorded(path).get("port")
-    return port if isinstance(port, int) and 0 < port < 65536 else 0
-
-
-def _recorded(path: Path) -> dict[str, Any]:
-    """The previous process's file; empty if there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -7,11 +7,13 @@ tokenised afresh at every call. Neither messages nor token are ever logged.
 
 import asyncio
 import functools
+import json
 import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -243,6 +245,38 @@ async def listening(endpoint: Routes, host: str, port: int, section: str = "endp
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def listening_again(
+    endpoint: Routes, host: str, port: int, file: Path, section: str = "endpoint"
+) -> AsyncIterator[int]:
+    """The same, where any free port (0) is the one that the process before has left in its address `file`, so that
+    clients find this one; another, if that cannot be had.
+    """
+    wanted = port or _port_in(file)
+    async with AsyncExitStack() as stack:
+        try:
+            taken = await stack.enter_async_context(listening(endpoint, host, wanted, section))
+        except RollstreamError:
+            if port or not wanted:
+                raise
+            taken = await stack.enter_async_context(listening(endpoint, host, 0, section))
+        yield taken
+
+
+def recorded_address(file: Path) -> dict[str, Any]:
+    """Content of an address file, with the `port` and the `pid` of the process that listens; empty if there is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _port_in(file: Path) -> int:
+    port = recorded_address(file).get("port")
+    return port if isinstance(port, int) and 0 < port < 65536 else 0
 
 
 def port_in_use(host: str, port: int, error: OSError, section: str = "endpoint") -> RollstreamError:

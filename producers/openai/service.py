@@ -14,7 +14,7 @@ from rollstream.producers.engines.base import Engine
 from rollstream.producers.engines.table import new_engine
 from rollstream.producers.engines.weight_follower import WeightFollower
 from rollstream.producers.openai.keys import token_file, token_of
-from rollstream.producers.openai.server import Endpoint, listening
+from rollstream.producers.openai.server import Endpoint, listening_again
 from rollstream.schemas.errors import first_error
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.services import EndpointSettings, in_workspace
@@ -36,7 +36,8 @@ async def serve(settings: EndpointSettings) -> None:
 
 
 async def run(settings: EndpointSettings, log: EventLog, engine: Engine, token: str | None = None) -> None:
-    """Follow the model group and answer until cancelled; meanwhile the port in use is in `endpoint_file`.
+    """Follow the model group and answer until cancelled; the port in use is in `endpoint_file`, and stays there for
+    the process after this one.
 
     Raises ModelError for a version that the engine cannot load: whoever trains waits until it is served here.
     """
@@ -45,8 +46,8 @@ async def run(settings: EndpointSettings, log: EventLog, engine: Engine, token: 
     follower = WeightFollower(log, store, engine, engine_id=settings.name, permissions=permissions, must_load=True)
     endpoint = Endpoint(engine, follower, settings, token)
     path = endpoint_file(settings.workspace, settings.name)
-    async with listening(endpoint, settings.host, settings.port) as port:
-        write_whole(path, json.dumps({"host": settings.host, "port": port, "pid": os.getpid()}), is_private=False)
+    async with listening_again(endpoint, settings.host, settings.port, path) as port:
+        _record_address(path, settings.host, port, os.getpid())
         logger.info(
             "ready (OpenAI-compatible, http://%s:%d/v1, model %s, %s)",
             settings.host,
@@ -62,7 +63,12 @@ async def run(settings: EndpointSettings, log: EventLog, engine: Engine, token: 
         except BaseExceptionGroup as failed:
             raise first_error(failed) from failed
         finally:
-            path.unlink(missing_ok=True)
+            _record_address(path, settings.host, port, None)
+
+
+def _record_address(path: Path, host: str, port: int, pid: int | None) -> None:
+    """`pid`: of the process that listens there; None: of none any more."""
+    write_whole(path, json.dumps({"host": host, "port": port, "pid": pid}), is_private=False)
 
 
 def _access(settings: EndpointSettings, token: str | None) -> str:
@@ -75,5 +81,5 @@ def _access(settings: EndpointSettings, token: str | None) -> str:
 
 
 def endpoint_file(workspace: Path, name: str) -> Path:
-    """The file that holds the address of a running endpoint."""
+    """The file with the address of an endpoint, and the `pid` of its process while it runs."""
     return workspace / f"{name}.json"

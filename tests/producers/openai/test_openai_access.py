@@ -225,3 +225,19 @@ def test_limits_are_kept_over_http_in_the_words_of_each_api_and_leave_other_rout
                 assert answer.status == 200
 
     asyncio.run(scenario())
+
+
+def test_an_endpoint_on_any_free_port_keeps_it_over_restarts_while_it_is_free(tmp_path):
+    async def scenario():
+        urls = []
+        for _ in range(2):
+            async with serving(tmp_path) as lab:
+                urls.append(lab.url)
+        port = int(urls[0].split(":")[2].removesuffix("/v1"))
+        other = await asyncio.start_server(lambda *_: None, "127.0.0.1", port)
+        async with other, serving(tmp_path) as lab:
+            urls.append(lab.url)
+        return urls
+
+    first, again, elsewhere = asyncio.run(scenario())
+    assert first == again != elsewhere

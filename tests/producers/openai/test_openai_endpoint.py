@@ -30,6 +30,7 @@ from rollstream.producers.engines.scripted import ScriptedEngine, ScriptedTokeni
 from rollstream.producers.engines.transformers import TransformersEngine
 from rollstream.producers.openai.keys import token_of
 from rollstream.producers.openai.requests import Refusal, parse_request
+from rollstream.producers.openai.server import recorded_address
 from rollstream.producers.openai.service import endpoint_file, run
 from rollstream.schemas.engine_settings import ScriptedSettings, TransformersSettings
 from rollstream.schemas.errors import RollstreamError
@@ -101,17 +102,16 @@ async def serving(folder, script=None, *, versions=(0,), token=None, engine=None
     for version in versions:
         await lab.publish(version)
     task = asyncio.create_task(run(lab.settings, lab.log, lab.engine, token))
-    file = endpoint_file(folder, "endpoint-1")
-    while not file.exists() or not file.read_text():
+    while not (address := recorded_address(endpoint_file(folder, "endpoint-1"))).get("pid"):
         assert not task.done(), task.exception()
         await asyncio.sleep(0.005)
-    lab.url = f"http://127.0.0.1:{json.loads(file.read_text())['port']}/v1"
+    lab.url = f"http://127.0.0.1:{address['port']}/v1"
     try:
         yield lab
     finally:
         task.cancel()
         await asyncio.wait({task})
-        assert not file.exists()
+        assert recorded_address(endpoint_file(folder, "endpoint-1"))["pid"] is None
 
 
 def logprobs_of(choice: Choice) -> dict[str, Any]:
