@@ -5,9 +5,11 @@ do.
 """
 
 import asyncio
-import json
+import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rollstream.harness.components.builder import RollstreamTrajectoryBuilder
@@ -28,6 +30,8 @@ from rollstream.schemas.events.recorded import RecordedGroup, RecordedReward, Re
 
 NO_KEY = "unused"
 """The API key of an endpoint that asks for none: OpenAI's client needs one."""
+POLL_S = 0.2
+logger = logging.getLogger(__name__)
 
 
 class NatWorkflowBuilder(RollstreamTrajectoryBuilder):
@@ -48,26 +52,33 @@ class NatWorkflowBuilder(RollstreamTrajectoryBuilder):
     async def _play(
         self, handle: RunHandle, tasks: Sequence[TaskRequested], examples: Sequence[Example]
     ) -> list[list[Played]]:
-        """The result of each example, by generation."""
+        """The result of each example, by generation. One that failed is played again, up to `max_attempts` times in
+        all, at the address that the endpoint has then.
+        """
         reward = handle.config.finetuning.reward_function
         assert reward is not None
-        num, limit_s = max(task.num_rollouts for task in tasks), tasks[0].settings.rollout_timeout_s
-        async with workflow(config_of(self._sections(handle)), self._failures, limit_s) as built:
-            return list(await asyncio.gather(*[built.play(examples, reward.name) for _ in range(num)]))
+        settings, num = tasks[0].settings, max(task.num_rollouts for task in tasks)
+        found: list[dict[int, Played]] = [{} for _ in range(num)]
+        left = [list(range(len(examples)))] * num
+        for _ in range(settings.max_attempts):
+            sections = await self._sections(handle)
+            async with workflow(config_of(sections), self._failures, settings.rollout_timeout_s) as built:
+                plays = [built.play([examples[at] for at in indices], reward.name) for indices in left]
+                for one, indices, played in zip(found, left, await asyncio.gather(*plays), strict=True):
+                    one.update(zip(indices, played, strict=True))
+            left = [[at for at, played in one.items() if played.error is not None] for one in found]
+            if not any(left):
+                break
+        return [[one[at] for at in range(len(examples))] for one in found]
 
-    def _sections(self, handle: RunHandle) -> dict[str, Any]:
+    async def _sections(self, handle: RunHandle) -> dict[str, Any]:
         """The sections for NAT, with the llms of the model in training directed to the endpoint's current address."""
-        endpoint = json.loads((handle.workspace / f"{ENDPOINT}.json").read_text(encoding="utf-8"))
+        base_url = await reachable(handle.workspace / f"{ENDPOINT}.json")
         sections = nat_workflows.sections_of(self._file())
         key = token_of(handle.config, handle.workspace, os.environ) or NO_KEY
         for name, model in self._called(handle).names.items():
             sections["llms"][name].pop("model", None)  # an alias of `model_name` that would take precedence
-            sections["llms"][name] |= {
-                "base_url": f"http://{url_host(endpoint['host'])}:{endpoint['port']}/v1",
-                "api_key": key,
-                "model_name": model,
-                "logprobs": True,
-            }
+            sections["llms"][name] |= {"base_url": base_url, "api_key": key, "model_name": model, "logprobs": True}
         return sections
 
     def _called(self, handle: RunHandle) -> nat_workflows.Called:
@@ -88,6 +99,27 @@ class NatWorkflowBuilder(RollstreamTrajectoryBuilder):
         assert self.run_config is not None
         assert self.run_config.run_configuration is not None
         return self.run_config.run_configuration.config_file
+
+
+async def reachable(file: Path) -> str:
+    """The URL of the endpoint with this address file, once it takes connections: it may have to be started again.
+
+    Whoever waits ends with the run, which looks after its services.
+    """
+    from rollstream.producers.openai.server import recorded_address
+
+    is_told = False
+    while True:
+        address = recorded_address(file)
+        if address.get("pid"):
+            with suppress(OSError):
+                _, writer = await asyncio.open_connection(url_host(address["host"]).strip("[]"), address["port"])
+                writer.close()
+                return f"http://{url_host(address['host'])}:{address['port']}/v1"
+        if not is_told:
+            logger.warning("waiting for the endpoint: %s names none that can be reached", file)
+        is_told = True
+        await asyncio.sleep(POLL_S)
 
 
 def _groups(

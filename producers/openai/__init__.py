@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.producers.openai import keys
+    from rollstream.producers.openai import keys, server
 
-__all__ = ["keys"]
+__all__ = ["keys", "server"]

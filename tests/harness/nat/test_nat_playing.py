@@ -1,8 +1,13 @@
 """NAT's runtime plays and scores examples: one that fails fails alone, and no score is ever made up."""
 
 import asyncio
+import json
+import os
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +22,18 @@ from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
 from rollstream.harness.config.dataset import Example
 from rollstream.harness.config.nat_workflows import config_of, function_types
 from rollstream.harness.nat.nat_runtime import Failures, Played, _ours, workflow
+from rollstream.harness.nat.workflow_builder import NatWorkflowBuilder, reachable
 from rollstream.schemas.errors import ConfigError
 from tests.rigs import nat_samples as nat
+
+NUM_PLAYED: Counter[str] = Counter()
+"""Runs of `echo` by question."""
 
 
 class EchoConfig(FunctionBaseConfig, name="playing_test_echo"):
     refuses: str = "no"
     hangs: str = "hang"
+    fails_once: str = "once"
 
 
 class LengthConfig(EvaluatorBaseConfig, name="playing_test_length"):
@@ -45,8 +55,11 @@ def register() -> None:
     async def echo(config: EchoConfig, builder: Any) -> AsyncIterator[Any]:
         async def play(question: str) -> str:
             """The question."""
+            NUM_PLAYED[question] += 1
             if question == config.refuses:
                 raise ValueError(f"cannot play {question}")
+            if question == config.fails_once and NUM_PLAYED[question] == 1:
+                raise ConnectionRefusedError("the endpoint starts again")
             if question == config.hangs:
                 await asyncio.Event().wait()
             return question
@@ -162,3 +175,49 @@ def test_a_step_with_bytes_that_are_not_text_is_recorded_in_base64() -> None:
         found = _ours(step).payload.data
         assert found is not None
         assert found.output == {"image": kept}
+
+
+class WithoutEndpoint(NatWorkflowBuilder):
+    """A builder whose file needs no endpoint."""
+
+    async def _sections(self, handle: Any) -> dict[str, Any]:
+        evaluators = {"it": {"_type": "playing_test_length"}}
+        return {"workflow": {"_type": "playing_test_echo"}, "eval": {"evaluators": evaluators}}
+
+
+def test_a_failed_example_is_played_again_up_to_max_attempts(tmp_path: Path) -> None:
+    register()
+    NUM_PLAYED.clear()
+    questions = ["three", "once", "no"]
+    examples = [Example(question, {"question": question}) for question in questions]
+    settings = SimpleNamespace(max_attempts=3, rollout_timeout_s=60.0)
+    handle: Any = SimpleNamespace(
+        config=SimpleNamespace(finetuning=SimpleNamespace(reward_function=SimpleNamespace(name="it")))
+    )
+    tasks: Any = [SimpleNamespace(settings=settings, num_rollouts=1)] * len(examples)
+    (found,) = asyncio.run(WithoutEndpoint(SimpleNamespace(workspace=tmp_path))._play(handle, tasks, examples))
+    assert [(one.score, one.error is None) for one in found] == [(5.0, True), (4.0, True), (None, False)]
+    assert NUM_PLAYED == {"three": 1, "once": 2, "no": 3}
+
+
+def test_an_epoch_waits_for_the_endpoint_until_it_can_be_reached(tmp_path: Path) -> None:
+    file = tmp_path / "endpoint-1.json"
+
+    def record(port: int, pid: int | None) -> None:
+        file.write_text(json.dumps({"host": "127.0.0.1", "port": port, "pid": pid}))
+
+    async def scenario() -> tuple[str, int]:
+        waiting = asyncio.create_task(reachable(file))
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        server.close()
+        await server.wait_closed()
+        for pid in (None, os.getpid()):  # of an endpoint that has ended, and of one that was killed
+            record(port, pid)
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port):
+            return await asyncio.wait_for(waiting, 10), port
+
+    url, port = asyncio.run(scenario())
+    assert url == f"http://127.0.0.1:{port}/v1"
