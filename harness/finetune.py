@@ -33,7 +33,7 @@ from rollstream.harness.runs.run_context import (
 )
 from rollstream.harness.runs.validation import validation_of
 from rollstream.harness.services.supervisor import Supervisor
-from rollstream.schemas.errors import BrokerLostError, RollstreamError
+from rollstream.schemas.errors import BrokerLostError, RollstreamError, RunFailedError
 from rollstream.schemas.events.training import ForkPoint
 
 
@@ -156,10 +156,14 @@ def _resumable(run_id: str, *, is_open: bool) -> Iterator[None]:
     except (RollstreamError, OSError) as error:
         if not is_open or isinstance(error, BrokerLostError):
             raise
-        hint = f"run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}` continues it"
+        hint = _stays_open(run_id)
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, f"{error.strerror}; {hint}", error.filename) from error
         raise type(error)(f"{str(error) or type(error).__name__}; {hint}") from error
+
+
+def _stays_open(run_id: str) -> str:
+    return f"run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}` continues it"
 
 
 async def _watched(supervisor: Supervisor, work: Coroutine[Any, Any, object]) -> None:
@@ -176,6 +180,8 @@ async def _watched(supervisor: Supervisor, work: Coroutine[Any, Any, object]) ->
 def _signals() -> Iterator[_Conducted]:
     """SIGINT and SIGTERM cancel the current task, which ends as Interrupted; a second one kills what it holds, and any
     later one cancels it again: `asyncio.wait_for`, which aiokafka uses, may lose a cancellation (until Python 3.12).
+
+    Raises RunFailedError for a cancellation without a signal: a component or a library has cancelled what it runs in.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
@@ -193,10 +199,14 @@ def _signals() -> Iterator[_Conducted]:
         loop.add_signal_handler(number, receive, number)
     try:
         yield conducted
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:
         if received:
             raise Interrupted(received[0], conducted) from None
-        raise
+        run = conducted.run
+        hint = f"; {_stays_open(run.run.started.run_id)}" if run is not None and conducted.is_open else ""
+        raise RunFailedError(
+            f"a component, or a library that it uses, cancelled the command; rollstream --debug shows where{hint}"
+        ) from error
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)  # nothing is left to cancel: from here on a signal ends the process

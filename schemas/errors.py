@@ -293,6 +293,11 @@ def first_error(failed: BaseExceptionGroup[BaseException]) -> BaseException:
     return first
 
 
+def is_asked_to_end(task: "asyncio.Task[Any] | None") -> bool:
+    """Whether a CancelledError in a task is meant for it; else it is one that user code raised by itself."""
+    return task is not None and task.cancelling() > 0
+
+
 def retrieve_exception(task: "asyncio.Future[Any]") -> None:
     """Take the exception of a task that is over, which asyncio would report as never retrieved."""
     if not task.cancelled():

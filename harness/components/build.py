@@ -3,6 +3,7 @@
 An exception of a component as one line: the component, the message, and the position in its code.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -88,7 +89,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def as_component_error(location: str, finetune: FinetuneConfig | None = None) -> Iterator[None]:
-    """Turns any exception but our own into a ComponentError and logs its traceback.
+    """Turns any exception but our own into a ComponentError and logs its traceback; a cancellation, too, that this task
+    was not asked for.
 
     `location`: the block to name; with `finetune`, the block of the component that raised, if it is known.
     """
@@ -96,11 +98,14 @@ def as_component_error(location: str, finetune: FinetuneConfig | None = None) ->
         yield
     except RollstreamError:
         raise
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        if is_cancelled and errors.is_asked_to_end(asyncio.current_task()):
+            raise
         logger.info("a component raised", exc_info=error)
+        raised = "cancelled itself; catch CancelledError in it" if is_cancelled else errors.describe(error)
         raise ComponentError(
-            f"{_failing_section(finetune, error) or location}: {errors.describe(error)}; "
-            "rollstream --debug shows the traceback"
+            f"{_failing_section(finetune, error) or location}: {raised}; rollstream --debug shows the traceback"
         ) from error
 
 

@@ -4,6 +4,7 @@ NAT's own command ends with status 0 whatever became of the jobs, and knows noth
 makes it end with an error, and the model is exported before.
 """
 
+import asyncio
 import contextlib
 import logging
 import traceback
@@ -13,7 +14,7 @@ from typing import Any
 from rollstream.harness.components import run_completion
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.harness.services.concealing import shown
-from rollstream.schemas.errors import RollstreamError, RunFailedError, describe
+from rollstream.schemas.errors import RollstreamError, RunFailedError, describe, is_asked_to_end
 from rollstream.schemas.variables import conceal, one_line
 
 MAX_TOLD = 2
@@ -82,7 +83,9 @@ async def conducted(handle: RunHandle, running: Coroutine[Any, Any, list[Any]]) 
         with _overheard() as overheard:
             statuses, failure = await run_completion.trained(handle, running)
         logged = overheard.text
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and is_asked_to_end(asyncio.current_task()):
+            raise
         if not handle.is_over:
             reason = await failed(handle, error)
             raise RunFailedError(shown(f"run {handle.run.started.run_id} failed: {reason}")) from error
@@ -101,7 +104,7 @@ def _canceled(status: Any) -> Any:
     return status if status.status != kinds.FAILED else status.model_copy(update={"status": kinds.CANCELED})
 
 
-async def failed(handle: RunHandle, error: Exception) -> str:
+async def failed(handle: RunHandle, error: BaseException) -> str:
     """Write that the run failed, and why, which is returned: also where it cannot be written any more."""
     reason = conceal(str(error) if isinstance(error, RollstreamError) else describe(error))
     logger.info("%s", conceal("".join(traceback.format_exception(error)).rstrip()))

@@ -158,7 +158,7 @@ class Workflow:
 async def _limited(work: Coroutine[Any, Any, Result], limit_s: float, num_rounds: int = 1) -> Result:
     """The result of user code, which is cancelled after `limit_s` seconds a round; what ignores that goes on by itself.
 
-    Raises what it raises, and _NotDone after that time.
+    Raises what it raises, and _NotDone after that time or if it cancelled itself.
     """
     task = create_task(work)
     try:
@@ -166,6 +166,8 @@ async def _limited(work: Coroutine[Any, Any, Result], limit_s: float, num_rounds
         if not task.done():
             times = f" for each of {num_rounds} rounds of examples" if num_rounds > 1 else ""
             raise _NotDone(f"timed out after {limit_s * num_rounds:g} s (rollout_timeout_s{times})")
+        if task.cancelled():
+            raise _NotDone("cancelled itself; catch CancelledError in it")
         return task.result()
     finally:
         if not task.done():

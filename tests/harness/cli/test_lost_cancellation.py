@@ -1,4 +1,4 @@
-"""A run whose first cancellation is lost ends at a later signal."""
+"""A run whose first cancellation is lost ends at a later signal, and one that a component cancels with an error."""
 
 import asyncio
 import os
@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 
 from rollstream.harness.finetune import Interrupted, _signals
+from rollstream.schemas.errors import RunFailedError
 
 
 async def _run_that_loses_a_cancellation() -> None:
@@ -42,3 +43,12 @@ def test_the_handlers_of_signals_are_gone_when_nothing_is_left_to_cancel() -> No
 
     asyncio.run(scenario())
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_cancellation_without_a_signal_is_a_failure() -> None:
+    async def scenario() -> None:
+        with _signals():
+            raise asyncio.CancelledError("Cancelled by cancel scope 7f")
+
+    with pytest.raises(RunFailedError, match=r"cancelled the command; rollstream --debug shows where$"):
+        asyncio.run(scenario())

@@ -229,8 +229,15 @@ def test_an_exception_in_a_component_is_one_line_with_path_file_and_line(finetun
     async def strange(config: Any, builder: Any) -> Any:
         yield Strange(config)
 
+    async def cancelling(config: Any, builder: Any) -> Any:
+        yield await asyncio.gather(cancelled())
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError("Cancelled by cancel scope 7f")
+
     for build, reported in (
         (broken, r"KeyError \(test_registry\.py line \d+, in broken\): 'my_trainer'"),
+        (cancelling, "cancelled itself; catch CancelledError in it"),
         (strange, r"ValueError \(test_registry\.py line \d+, in initialize\): what\nis this"),
     ):
         registry.trainers[MyTrainerConfig] = build

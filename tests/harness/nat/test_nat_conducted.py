@@ -160,6 +160,17 @@ def test_a_run_that_is_stopped_ends_the_command_well_whatever_its_trainer_makes_
     assert event.cause == "stopped"
 
 
+def test_a_trainer_that_cancels_itself_fails_its_run(tmp_path: Path) -> None:
+    async def run(backend: RunHandle) -> list[Any]:
+        raise asyncio.CancelledError("Cancelled by cancel scope 7f")
+
+    reported, (event,) = ended(tmp_path, run)
+    assert event.cause == "failed"
+    assert isinstance(reported, str)
+    assert reported.endswith(event.message)
+    assert event.message.endswith("Cancelled by cancel scope 7f")
+
+
 def test_a_command_that_is_cancelled_leaves_its_run_open(tmp_path: Path) -> None:
     async def run(backend: RunHandle) -> list[Any]:
         return await asyncio.Event().wait() and []

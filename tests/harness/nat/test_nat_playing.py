@@ -33,6 +33,7 @@ NUM_PLAYED: Counter[str] = Counter()
 class EchoConfig(FunctionBaseConfig, name="playing_test_echo"):
     refuses: str = "no"
     hangs: str = "hang"
+    cancels: str = "cancel"
     fails_once: str = "once"
 
 
@@ -60,6 +61,8 @@ def register() -> None:
                 raise ValueError(f"cannot play {question}")
             if question == config.fails_once and NUM_PLAYED[question] == 1:
                 raise ConnectionRefusedError("the endpoint starts again")
+            if question == config.cancels:
+                raise asyncio.CancelledError("Cancelled by cancel scope 7f")
             if question == config.hangs:
                 await asyncio.Event().wait()
             return question
@@ -121,10 +124,17 @@ def test_an_example_that_raises_fails_alone_and_the_others_are_scored_in_their_o
     assert {step.payload.event_type for step in found[0].steps} >= {"WORKFLOW_START", "WORKFLOW_END"}
 
 
-def test_an_example_that_does_not_end_fails_alone_after_the_time_of_a_rollout() -> None:
-    found = played(["three", "hang"], {"_type": "playing_test_length"}, limit_s=1.0)
+@pytest.mark.parametrize(
+    ("question", "reported"),
+    [
+        ("hang", "the workflow timed out after 1 s (rollout_timeout_s)"),
+        ("cancel", "the workflow cancelled itself; catch CancelledError in it"),
+    ],
+)
+def test_an_example_that_does_not_end_or_cancels_itself_fails_alone(question: str, reported: str) -> None:
+    found = played(["three", question], {"_type": "playing_test_length"}, limit_s=1.0)
     assert found[0].score == 5.0
-    assert found[1].error == "the workflow timed out after 1 s (rollout_timeout_s)"
+    assert found[1].error == reported
 
 
 def test_an_evaluator_that_does_not_end_fails_every_example() -> None:
