@@ -115,7 +115,8 @@ def read_lines(
     for name, gathered in reader.named():
         example_id = gathered.example_id or _example_of(gathered) or name
         members.setdefault(example_id, []).append(_rollout(name, gathered, selection))
-        inputs.setdefault(example_id, {}).update(gathered.inputs or _question_of(gathered))
+        own = inputs.setdefault(example_id, dict(reader.inputs.get(example_id, {})))
+        inputs[example_id] = {**(gathered.inputs or _question_of(gathered)), **own}
     groups = tuple(RecordedGroup.of(name, rollouts, inputs[name]) for name, rollouts in members.items())
     steps = [step for rollouts in members.values() for rollout in rollouts for step in rollout.steps]
     num_steps = sum(len(gathered.steps) for gathered in reader.rollouts.values())
@@ -128,6 +129,8 @@ class _Reader:
     def __init__(self, key: str) -> None:
         self.rollouts: dict[str | int, _Gathered] = {}
         """Rollouts by name, or by number where a line has none."""
+        self.inputs: dict[str, dict[str, JsonValue]] = {}
+        """Inputs that lines give, by `example_id`."""
         self._key = key
         self._owners: dict[str, str] = {}
         """Rollout by the id of a span or function in it."""
@@ -190,20 +193,24 @@ class _Reader:
         rewards, by_step = _rewards(found), _numbers(found, "step_rewards")
         inputs = _inputs(found)
         example = {} if found.get("example_id") is None else {"example_id": str(found["example_id"])}
-        if name in self.rollouts:
-            before = self.rollouts[name]
-            example_before = {} if before.example_id is None else {"example_id": before.example_id}
-            where = f"on an earlier line of {name}"
-            _check_same("reward ", rewards, before.rewards, where)
-            _check_same("step reward ", by_step, before.step_rewards, where)
-            _check_same("input ", inputs, before.inputs, where)
-            _check_same("", example, example_before, where)
+        before = self.rollouts.get(name, _Gathered())
+        example_before = {} if before.example_id is None else {"example_id": before.example_id}
+        where = f"on an earlier line of {name}"
+        _check_same("reward ", rewards, before.rewards, where)
+        _check_same("step reward ", by_step, before.step_rewards, where)
+        _check_same("input ", inputs, before.inputs, where)
+        _check_same("", example, example_before, where)
+        example_id = example.get("example_id", before.example_id)
+        if example_id is not None:
+            of_example, own = self.inputs.get(example_id, {}), before.inputs | inputs
+            _check_same("input ", own, of_example, f"on an earlier line of example {example_id}")
+            self.inputs[example_id] = of_example | own
         gathered = self._gathered(name)
         gathered.steps += steps
         gathered.rewards |= rewards
         gathered.step_rewards |= by_step
         gathered.inputs |= inputs
-        gathered.example_id = example.get("example_id", gathered.example_id)
+        gathered.example_id = example_id
         if found.get("error") is not None:
             gathered.error = str(found["error"])
 

@@ -138,6 +138,23 @@ def test_lines_that_contradict_an_earlier_line_of_their_rollout_are_bad():
     assert (group.example_id, group.inputs) == ("x", {"question": "q"})
 
 
+def test_rollouts_of_one_example_have_one_question():
+    (step,) = nat.langchain("c", nat.messages("1+1"), "2")[1:]
+    first = {"rollout_id": "r1", "example_id": "e", "steps": [step], "question": "1+1"}
+    other = {"rollout_id": "r2", "example_id": "e", "steps": [step], "question": "2+2"}
+    later = [{"rollout_id": "r3", "step": step, "question": "2+2"}, {"rollout_id": "r3", "example_id": "e"}]
+    more = {"rollout_id": "r4", "example_id": "e", "steps": run_of("d", question="3+3"), "answer": "2"}
+    ingested = read_lines(lines(first, other, *later, more), ALL)
+    reason = "input 'question' is '2+2', and '1+1' on an earlier line of example e; give it once"
+    assert [(line.number, line.reason) for line in ingested.bad] == [(2, reason), (4, reason)]
+    example, alone = ingested.groups
+    assert (example.inputs, [one.source_id for one in members(example)]) == (
+        {"question": "1+1", "answer": "2"},
+        ["r1", "r4"],
+    )
+    assert alone.inputs == {"question": "2+2"}
+
+
 def test_a_rollout_without_a_name_is_none_that_has_one():
     call = nat.openai("u1", nat.messages("q"), "a")
     nameless = {"steps": call, "reward": 1, "example_id": "b"}
