@@ -165,17 +165,21 @@ class _Reader:
         return self.rollouts.setdefault(name, _Gathered())
 
     def _owner(self, step: IntermediateStep) -> str:
-        """The rollout of a step: that of its span, of the enclosing span or function, or a new one."""
+        """The rollout of a step: that of its span, of the enclosing span or function, or a new one.
+
+        A workflow that begins in no span is a new one, although its function may have the id of an earlier run's.
+        """
         payload, node = step.payload, step.function_ancestry
         provided = (payload.metadata or {}).get("provided_metadata")
         named = provided.get(self._key) if isinstance(provided, dict) else None
-        around = (payload.UUID, step.parent_id, node.function_id, node.parent_id)
-        known = next((self._owners[span] for span in around if span in self._owners), None)
         is_root = payload.event_type == IntermediateStepType.WORKFLOW_START
+        begins = is_root and step.parent_id == "root" and bool(payload.UUID) and payload.UUID not in self._owners
+        around = () if begins else (payload.UUID, step.parent_id, node.function_id, node.parent_id)
+        known = next((self._owners[span] for span in around if span in self._owners), None)
         name = str(named) if named else known or (payload.UUID if is_root else step.parent_id) or "steps"
         for span in (payload.UUID, node.function_id):
-            if span and span != "root":
-                self._owners.setdefault(span, name)
+            if span and span != "root" and (begins or span not in self._owners):
+                self._owners[span] = name
         return name
 
     def _take_rollout(self, found: dict[str, Any]) -> None:

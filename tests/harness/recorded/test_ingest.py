@@ -64,6 +64,19 @@ def test_bare_steps_are_grouped_by_their_workflow_run_and_runs_by_their_input():
     assert read_lines(lines(*mixed, *rewards), ALL) == ingested
 
 
+def test_a_workflow_that_begins_is_a_new_run_although_its_function_has_the_same_id():
+    first, second = run_of("a"), run_of("b", question="2+2", answer="4")
+    for step in (*first, *second):
+        step["function_ancestry"]["function_id"] = "w"
+    for begin in (first[0], second[0]):
+        del begin["payload"]["metadata"]  # with the id of the run
+    ingested = read_lines(lines(*first, *second, first[0]), ALL)
+    assert [(group.inputs, len(members(group))) for group in ingested.groups] == [
+        ({"question": "1+1"}, 1),
+        ({"question": "2+2"}, 1),
+    ]
+
+
 def test_the_example_file_has_every_kind_of_line():
     with (ROOT / "examples" / "data" / "recorded_steps.jsonl").open("rb") as file:
         ingested = read_lines(file, ALL)
