@@ -9,7 +9,8 @@ A line is one JSON object of these:
 - `{"rollout_id", "reward": ...}`: the reward of a rollout on other lines.
 
 A rollout's line may also have `inputs` (or `question`, `answer`), `rewards` by name, `step_rewards` by the
-step's UUID, and `error`, which makes it a failed attempt. What is equal on several lines counts once.
+step's UUID, and `error`, which makes it a failed attempt. What is equal on several lines counts once, but for rollouts
+without a name.
 """
 
 import codecs
@@ -25,7 +26,7 @@ import orjson
 from pydantic import JsonValue, ValidationError
 
 from rollstream.producers.traces.spans import Selection, recorded_steps, scores
-from rollstream.schemas.errors import first_invalid
+from rollstream.schemas.errors import DecodeError, first_invalid
 from rollstream.schemas.events.intermediate_steps import IntermediateStep, IntermediateStepType
 from rollstream.schemas.events.recorded import RecordedGroup, RecordedReward, RecordedRollout, RecordedStep
 
@@ -132,6 +133,8 @@ class _Reader:
         self.inputs: dict[str, dict[str, JsonValue]] = {}
         """Inputs that lines give, by `example_id`."""
         self._key = key
+        self._seen: set[bytes] = set()
+        """Digests of the lines of named rollouts and of single steps: one that comes twice counts once."""
         self._owners: dict[str, str] = {}
         """Rollout by the id of a span or function in it."""
 
@@ -144,6 +147,14 @@ class _Reader:
         if not isinstance(found, dict):
             raise _Unusable("not a JSON object; write one a line")
         _check_depth(raw, found)
+        is_repeatable = bool(STEP_KEYS & found.keys()) or found.get("rollout_id") is not None
+        digest = hashlib.sha256(raw.strip()).digest()
+        if is_repeatable and digest in self._seen:
+            return
+        self._take(found)
+        self._seen.add(digest)
+
+    def _take(self, found: dict[str, Any]) -> None:
         if STEP_KEYS & found.keys():
             step = IntermediateStep.model_validate(found)
             self._gathered(self._owner(step)).steps.append(step)
@@ -244,7 +255,10 @@ def _rollout(name: str, gathered: _Gathered, selection: Selection) -> RecordedRo
     error = gathered.error if gathered.error is not None else None if gathered.steps else "no steps were recorded"
     if error is not None:
         return RecordedRollout(source_id=name, error=error)
-    steps = recorded_steps(gathered.steps, selection)
+    try:
+        steps = recorded_steps(gathered.steps, selection)
+    except DecodeError as reason:
+        return RecordedRollout(source_id=name, error=str(reason))
     index_of = {step.uuid: index for index, step in enumerate(steps)}
     missing = [uuid for uuid in gathered.step_rewards if uuid not in index_of]
     if missing:

@@ -16,6 +16,7 @@ from pydantic import JsonValue
 
 from rollstream.producers.traces.framework_logprobs import Logprobs, read_logprobs
 from rollstream.producers.traces.messages import answer_of, at, finish_reason, first, prompt_of
+from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events.intermediate_steps import (
     IntermediateStep,
     IntermediateStepCategory,
@@ -113,6 +114,8 @@ class RemoteSpan:
 
 
 NOT_TARGETED = "not_targeted"
+SAMPLED = frozenset({IntermediateStepCategory.LLM, IntermediateStepCategory.TTC})
+"""Spans whose answers are trained on."""
 SCORE = "score"
 """Name of the reward of a scored candidate."""
 
@@ -136,13 +139,21 @@ class Spans:
         self._functions.see(steps)
 
     def read(self, step: IntermediateStep) -> RecordedStep | None:
-        """The recorded step that `step` completes; None for one that begins or goes on, or was read already."""
+        """The recorded step that `step` completes; None for one that begins or goes on, or was read already.
+
+        Raises DecodeError for an answer that cannot be assigned to one of several open requests.
+        """
         self._functions.see([step])
         payload = step.payload
         key = (payload.event_category, payload.UUID)
         if payload.UUID and payload in self._ended.get(key, ()):
             return None
         if payload.event_state == IntermediateStepState.START:
+            if not payload.UUID and key in self._open and payload.event_category in SAMPLED:
+                raise DecodeError(
+                    f"a second {payload.event_type.value} without a UUID before the end of the first; give the steps "
+                    "of each call a UUID of their own"
+                )
             self._open[key] = step
             return None
         if payload.event_state == IntermediateStepState.CHUNK:
@@ -193,7 +204,7 @@ class Spans:
 
 
 def recorded_steps(steps: Sequence[IntermediateStep], selection: Selection) -> list[RecordedStep]:
-    """All steps of one workflow in the order in which they ended, then what never ended."""
+    """All steps of one workflow in the order in which they ended, then what never ended. Raises DecodeError."""
     spans = Spans(selection)
     spans.see(steps)
     return [step for step in map(spans.read, steps) if step is not None] + spans.rest()

@@ -136,6 +136,25 @@ def test_lines_that_occur_twice_count_once_and_another_reward_is_a_bad_line():
     assert (bad.number, bad.reason) == (3, "reward 'right' is 0.5, and 1.0 on an earlier line of r; give it once")
 
 
+def test_a_line_without_uuids_counts_once_unless_it_is_a_rollout_without_a_name():
+    call = nat.openai("", nat.messages("A"), "a")
+    for found in ([{"rollout_id": "r", "steps": call}] * 2, [*call, *call]):
+        (group,) = read_lines(lines(*found), ALL).groups
+        assert len(members(group)[0].steps) == 1
+    nameless = {"steps": call, "reward": 1.0}
+    assert read_lines(lines(nameless, nameless), ALL).num_rollouts == 2, "the same answer, sampled twice"
+
+
+def test_concurrent_calls_without_uuids_are_a_rollout_with_an_error():
+    first, second = (nat.openai("", nat.messages(text), text) for text in "AB")
+    whole = {"rollout_id": "r", "steps": [first[0], second[0], first[1], second[1]]}
+    (rollout,) = members(read_lines(lines(whole), ALL).groups[0])
+    assert rollout.error is not None
+    assert rollout.error.startswith("a second LLM_START without a UUID before the end of the first")
+    one_by_one = {"rollout_id": "r", "steps": [*first, *second]}
+    assert members(read_lines(lines(one_by_one), ALL).groups[0])[0].error is None
+
+
 def test_lines_that_contradict_an_earlier_line_of_their_rollout_are_bad():
     first = {"rollout_id": "r", "example_id": "x", "steps": run_of("a"), "step_rewards": {"a-call": 1}, "question": "q"}
     contradicting = {
