@@ -7,6 +7,7 @@ Full weights are replaced in place while requests stand still; the server tells 
 import asyncio
 import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,7 +77,7 @@ class VllmEngine:
         await asyncio.to_thread(self._client.remove_leftovers)
 
     async def close(self) -> None:
-        """Cancel calls in progress, and stop the servers that were started."""
+        """Cancel calls in progress, stop the servers that were started, and remove a folder that no setting names."""
         self._is_closed = True
         for call in self._calls:
             call.cancel()
@@ -86,6 +87,8 @@ class VllmEngine:
             await asyncio.to_thread(remove, version)
         if self._client is not None:
             self._client.close()
+        if self._settings.folder is None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Raises ModelError as the protocol says, and if no server is ready within `start_timeout_s`."""

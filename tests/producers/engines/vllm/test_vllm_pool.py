@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.producers.engines.vllm.pool_members import IMBALANCE
+from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ModelError
 from tests.producers.engines.vllm.server_rig import (
     GENERATE,
@@ -311,3 +313,20 @@ def test_an_adapter_that_vllm_drops_or_misreads_is_refused_and_no_server_hears_o
         assert not server.adapters
 
     with_one(base, tmp_path, case)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_folder_that_no_setting_names_is_removed_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / "named" if is_named else None
+
+    async def scenario() -> None:
+        engine = VllmEngine(VllmSettings(base_urls=("http://127.0.0.1:9",), folder=folder))
+        await engine.start()
+        assert list(tmp_path.iterdir())
+        await engine.close()
+
+    asyncio.run(scenario())
+    assert list(tmp_path.iterdir()) == ([folder] if is_named else [])
