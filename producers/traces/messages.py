@@ -147,13 +147,22 @@ def _answer_in(raw: Any) -> Message | None:
 
 
 def _without_appended_calls(text: str) -> tuple[str, list[Any]]:
-    """Text and tool calls of an answer to which NAT's LangChain handler has appended them as Python."""
+    """Text and tool calls of an answer to which NAT's LangChain handler has appended them as Python; the whole text if
+    what follows its mark is none.
+    """
     content, _, calls_text = text.rpartition(_TOOL_CALLS)
     try:
         calls = ast.literal_eval(calls_text) if _TOOL_CALLS in text else None
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         calls = None
-    return (content, [_tool_call(call) for call in calls]) if isinstance(calls, list) else (text, [])
+    if not isinstance(calls, list) or not calls or not all(map(_is_call, calls)):
+        return text, []
+    return content, [_tool_call(call) for call in calls]
+
+
+def _is_call(raw: Any) -> bool:
+    """Whether it has the form of a tool call of LangChain or OpenAI."""
+    return isinstance(raw, Mapping) and ("name" in raw or "function" in raw)
 
 
 def _chat_inputs(payload: IntermediateStepPayload) -> Any:

@@ -239,6 +239,16 @@ def test_tool_calls_of_an_answer_are_found_where_a_dump_has_lost_them():
     assert step.chat.answer["content"] == ""
 
 
+@pytest.mark.parametrize("calls", ["[1, 2]", "[]", "[{'a': 1}]", "[{'name': 'add'}, 1]", "none"])
+def test_an_answer_that_only_writes_as_tool_calls_are_appended_keeps_its_text(calls):
+    text = f"Use it\n\nTool calls: {calls}"
+    start, end = nat.langchain("a", nat.messages("1"), "")
+    end["payload"]["data"] = {"output": text}
+    [step] = recorded_steps(nat.read([start, end]), ALL)
+    assert step.chat is not None
+    assert step.chat.answer == {"role": "assistant", "content": text}
+
+
 def test_scored_candidates_are_samples_in_place_of_calls_if_their_steps_are_named():
     prompt = nat.messages("move?")
     calls = [nat.langchain(str(n), prompt, answer) for n, answer in enumerate(("left", "right"))]
