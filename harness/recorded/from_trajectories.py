@@ -58,8 +58,8 @@ def rollout_of(
 
     An assistant message with exact ids (`read_logprobs`) keeps them unless its text was changed since; any other is
     text to re-tokenize or reject. One with neither ids nor log-probabilities is not trained on, as in NAT, unless
-    `demands_logprobs` is off (for SFT and DPO). A trajectory without an assistant message, with a preference pair, or
-    whose reward is not a finite number becomes a rollout with an `error`.
+    `demands_logprobs` is off (for SFT and DPO). A trajectory without an assistant message, with a preference pair, with
+    a reward that is not a finite number, or without one shaped reward a message becomes a rollout with an `error`.
     """
     items = trajectory.episode
     source_id = _source_id(trajectory)
@@ -72,12 +72,14 @@ def rollout_of(
     steps = _steps(cast("Sequence[EpisodeItem]", items), agent, demands_logprobs=demands_logprobs)
     if not steps:
         return RecordedRollout(source_id=source_id, error="has no assistant message")
-    shaped = _shaped(trajectory.shaped_rewards or [], len(steps))
-    if shaped is None:
-        num = len(trajectory.shaped_rewards or [])
-        return RecordedRollout(
-            source_id=source_id, error=f"has {num} shaped_rewards for {len(steps)} assistant messages"
-        )
+    values = trajectory.shaped_rewards or []
+    if values and len(values) != len(steps):
+        error = f"has {len(values)} shaped_rewards for {len(steps)} assistant messages"
+        return RecordedRollout(source_id=source_id, error=error)
+    if not all(map(math.isfinite, values)):
+        error = f"its shaped_rewards are {values}; expected finite numbers"
+        return RecordedRollout(source_id=source_id, error=error)
+    shaped = [RecordedReward(value=value, name=STEP_REWARD, step=step) for step, value in enumerate(values)]
     rewards = (*_final(trajectory, shaped, weights or {}), *shaped)
     own = rewards if not agent else [reward.model_copy(update={"agent": agent}) for reward in rewards]
     return RecordedRollout(source_id=source_id, steps=tuple(steps), rewards=tuple(own))
@@ -188,12 +190,6 @@ def _message(item: EpisodeItem) -> dict[str, JsonValue]:
         if value is not None:
             message[key] = orjson.loads(orjson.dumps(value, default=str))
     return message
-
-
-def _shaped(values: Sequence[float], num_steps: int) -> tuple[RecordedReward, ...] | None:
-    if (values and len(values) != num_steps) or not all(map(math.isfinite, values)):
-        return None
-    return tuple(RecordedReward(value=value, name=STEP_REWARD, step=step) for step, value in enumerate(values))
 
 
 def _final(

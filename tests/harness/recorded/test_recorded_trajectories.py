@@ -128,6 +128,10 @@ def test_an_answer_without_log_probabilities_is_record_only_unless_they_are_not_
         (trajectory(item("user", "q")), "has no assistant message"),
         (trajectory(item("user", "q"), item("assistant", "a", [-1.0]), reward=float("nan")), "its reward is nan"),
         (trajectory(item("assistant", "a", [-1.0]), shaped=[1.0, 2.0]), "2 shaped_rewards for 1 assistant messages"),
+        (
+            trajectory(item("assistant", "a", [-1.0]), shaped=[float("nan")]),
+            "its shaped_rewards are [nan]; expected fin",
+        ),
         (trajectory(DPOItem(prompt="p", chosen_response="a", rejected_response="b")), "is a preference pair"),
     ],
 )
