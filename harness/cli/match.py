@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,7 +50,8 @@ def match(
 ) -> None:
     """Play a recorded match again, with the same or other players.
 
-    Writes nothing. With the recorded players the moves are compared with the recorded ones.
+    Writes nothing. With the recorded players the moves are compared with the recorded ones; the exit status is 1 if
+    they differ.
     """
     from rollstream.harness.services.workspace import broker_of
     from rollstream.replay.source import Source, check_export
@@ -64,8 +66,7 @@ def match(
         else:
             check_export(export, run)
         played = asyncio.run(_play(source, layout, run, task, member, wanted, trust=trust))
-    for line in lines_of(played):
-        click.echo(line)
+    report(played)
 
 
 def read_versions(text: str) -> list[tuple[str, str]]:
@@ -75,6 +76,14 @@ def read_versions(text: str) -> list[tuple[str, str]]:
         if not (seat and equals and player):
             raise ConfigError(f"--versions {text}: give seats and players as SEAT=PLAYER, for example X=3,O=perfect")
     return [(seat.strip(), player.strip()) for seat, _, player in pairs]
+
+
+def report(played: "Rematch") -> None:
+    """Print the match. Exits with status 1 if it differs from the recorded one."""
+    for line in lines_of(played):
+        click.echo(line)
+    if played.first_difference is not None:
+        sys.exit(1)
 
 
 def lines_of(played: "Rematch") -> Iterable[str]:

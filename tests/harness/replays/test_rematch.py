@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.harness.cli.match import lines_of, read_versions
+from rollstream.harness.cli.match import lines_of, read_versions, report
 from rollstream.harness.replays import rematch
 from rollstream.replay.source import RunEvents, read_run
 from rollstream.schemas.config import RunConfig
@@ -110,8 +110,11 @@ def test_a_match_reads_move_by_move(tmp_path: Path) -> None:
         assert lines[3] == f"   1. {found.moves[0].agent}: {found.moves[0].output}"
         assert any(line.startswith("outcome: ") for line in lines)
         assert lines[-1] == f"equal: {found.recorded} was recorded with the same moves, token by token"
-        changed = list(lines_of(found._replace(first_difference=2)))
-        assert changed[-1] == f"different: move 3 is not that of the recorded rollout {found.recorded}"
+        report(found)
+        changed = found._replace(first_difference=2)
+        assert list(lines_of(changed))[-1] == f"different: move 3 is not that of the recorded rollout {found.recorded}"
+        with pytest.raises(SystemExit, match="1"):
+            report(changed)
 
     asyncio.run(main())
 
