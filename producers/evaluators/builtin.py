@@ -25,7 +25,7 @@ from rollstream.schemas.evaluators import (
 WORKFLOW_END = "WORKFLOW_END"
 """NAT's type of the step that says what a whole workflow answered."""
 FINAL_ANSWER = "####"
-"""What GSM8K writes between the steps of an answer and its number."""
+"""Mark of GSM8K between the steps of an answer and its number."""
 _NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 )

@@ -97,7 +97,7 @@ def answer_of(
 def stop_length(generation: Generation, tokenizer: Tokenizer, stop: Sequence[str]) -> int | None:
     """Minimum number of tokens that contain one of the stop texts; None if all of them do not.
 
-    Of an end token only its whole text counts: `>` is no part of an answer because <|im_end|> ends it.
+    Of an end token only its whole text counts: an answer that <|im_end|> ends does not contain `>`.
     """
     ids = generation.token_ids
     if not stop or not ids:

@@ -138,7 +138,7 @@ def test_a_stop_text_ends_what_is_recorded_too(tmp_path):
 
 
 @pytest.mark.parametrize(("stop", "content"), [(">", "ab"), ("nd", "ab"), ("b<", "ab"), ("<end>", "ab"), ("b", "a")])
-def test_a_stop_text_within_the_end_token_is_no_part_of_the_answer(tmp_path, stop, content):
+def test_a_stop_text_within_the_end_token_does_not_reach_the_answer(tmp_path, stop, content):
     async def agent(one):
         answer = await one.chat("a", stop=[stop])
         assert answer["choices"][0]["message"]["content"] == content
