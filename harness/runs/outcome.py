@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from rollstream.eventlog.artifact_retry import NeededSpace, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
-from rollstream.harness.runs.earlier_output import list_groups
+from rollstream.harness.runs.earlier_output import list_groups, take_output_dir
 from rollstream.harness.runs.follower import records_of, versions_of
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import NOTHING_PUBLISHED, JobProgress, Progress, Published
@@ -135,7 +135,8 @@ async def _exported(
     """Save the newest version of every trained model group, or the last good one if the newest fails the evaluation
     gate; where there are several, each in a folder of its name.
 
-    Returns None if none of them has a version of its own, and messages about versions that are not the newest.
+    Returns None if none of them has a version of its own, and messages about versions that are not the newest and about
+    files of another run that were moved away.
     """
     specs = {spec.model_group: spec for spec in run.jobs if not spec.is_frozen}
     output_dir = config.finetuning.output_dir
@@ -156,6 +157,8 @@ async def _exported(
         folder = output_dir / ids.name_of(model_group) if len(specs) > 1 else output_dir
         names = [ids.name_of(name) for name in specs] if len(specs) > 1 else []
         local = _with_local_model(weights, spec.job.model.path)
+        if exported is None and (earlier := take_output_dir(config, progress.run_id, is_new=False)) is not None:
+            replaced.append(f"files of another run, which came to {output_dir} meanwhile, were moved to {earlier}")
         space = NeededSpace(output_dir, weights.artifact.size_bytes)
         doing = functools.partial(_export, artifacts, local, folder, names)
         await retrying(doing, "save the final model", space=space)

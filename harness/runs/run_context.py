@@ -190,7 +190,7 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
                     pass  # each service takes its own when it starts; here it would be refused again and again
             if run_request.config.builder.services == "managed":
                 workspace.remember_trained(run.started.run_id)
-        await stack.enter_async_context(sole_output(location.workspace, run_request.config.finetuning.output_dir))
+        await stack.enter_async_context(sole_output(run_request.config.finetuning.output_dir))
         # Last: a run that fails a check must not move files.
         earlier = take_output_dir(run_request.config, run.started.run_id, is_new=run.is_new)
         if earlier is not None:

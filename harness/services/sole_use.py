@@ -5,11 +5,12 @@ other's files.
 """
 
 import asyncio
+import errno
 import fcntl
-import hashlib
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,8 +25,13 @@ MARGIN_S = 5.0
 """Beyond the session time-out: Kafka looks after members a little later."""
 PATIENCE_S = 10.0
 """Maximum seconds for which a killed process may still hold its lock."""
+OUTPUT_LOCK = ".run.lock"
+"""Inside `output_dir`, where the runs of all workspaces see it."""
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _held: set[int] = set()
 """Descriptors of the locks of this process."""
+
+logger = logging.getLogger(__name__)
 
 
 class Groups(Protocol):
@@ -77,14 +83,31 @@ def sole_run(workspace: Path, run_id: str) -> AbstractAsyncContextManager[None]:
     return alone(Workspace(workspace).health / f"{run_id}.run.lock", refusal)
 
 
-def sole_output(workspace: Path, output_dir: Path) -> AbstractAsyncContextManager[None]:
-    """A folder for a run's files, for one of the runs that share a workspace at a time. As `alone`."""
-    name = hashlib.sha256(os.fsencode(output_dir.resolve())).hexdigest()[:16]
+@asynccontextmanager
+async def sole_output(output_dir: Path) -> AsyncIterator[None]:
+    """A folder for a run's files, for one run of any workspace at a time. Creates the folder. As `alone`.
+
+    A file system without locks only gives a warning: the run that saves last moves the other's files away.
+    """
     refusal = (
-        f"finetuning.output_dir: {output_dir} is in use by another run of workspace {workspace.absolute()}; set "
-        f"another folder, or wait for that run's end"
+        f"finetuning.output_dir: {output_dir} is in use by another run, of this or another workspace; set another "
+        f"folder, or wait for that run's end"
     )
-    return alone(Workspace(workspace).health / f"{name}.output.lock", refusal)
+    async with AsyncExitStack() as stack:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            await stack.enter_async_context(alone(output_dir / OUTPUT_LOCK, refusal))
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise ConfigError(
+                    f"finetuning.output_dir: {output_dir / OUTPUT_LOCK} cannot be locked: {error.strerror}; choose "
+                    "another folder, or remove the file if a run of another user left it"
+                ) from error
+            logger.warning(
+                "finetuning.output_dir: the file system of %s has no locks, so two runs that use it are not noticed",
+                output_dir,
+            )
+        yield
 
 
 @asynccontextmanager
@@ -113,12 +136,15 @@ async def alone(path: Path, refusal: str) -> AsyncIterator[None]:
 def _taken(path: Path) -> int | None:
     """The lock, None if another process has it; one on a file that its holder has just removed does not count."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), path.stat()):
-            return lock
-    os.close(lock)
-    return None
+    is_taken = False
+    try:
+        with suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_taken = os.path.samestat(os.fstat(lock), path.stat())
+        return lock if is_taken else None
+    finally:
+        if not is_taken:
+            os.close(lock)
 
 
 def _leave_to_parent() -> None:

@@ -38,6 +38,12 @@ def test_a_short_reason_or_one_that_was_not_shown_is_whole() -> None:
     assert short.summary().endswith("job x failed: too few")
 
 
+def leave_files_of_another_run(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "run_id.txt").write_text("run-of-another-workspace")
+    (folder / "model.safetensors").write_text("another run")
+
+
 def test_a_run_of_several_model_groups_lists_the_folders_of_its_models(
     written: dict[str, Any], script: SimpleNamespace, tmp_path: Path
 ) -> None:
@@ -57,10 +63,16 @@ def test_a_run_of_several_model_groups_lists_the_folders_of_its_models(
             progress = evolve(progress, event)
     progress = evolve(progress, RunEnded(run_id=script.run, time_ms=9000, cause="stopped"))
     run = RunPlan(script.run_started(), jobs, is_new=True)
+    leave_files_of_another_run(config.finetuning.output_dir)
     outcome = asyncio.run(end(MemoryLog(), artifacts, progress, run, config))
+    assert outcome.message == f"files of another run, which came to {config.finetuning.output_dir} meanwhile, were " + (
+        f"moved to {config.finetuning.output_dir / 'earlier'}"
+    )
+    assert (config.finetuning.output_dir / "earlier" / "model.safetensors").read_text() == "another run"
     output = config.finetuning.output_dir
+    assert (output / "run_id.txt").read_text() == script.run
     assert outcome.output_dir == output.absolute()
     assert sorted(json.loads((output / "model_groups.json").read_text())) == ["provers", "verifiers"]
-    assert sorted(path.parent.name for path in output.rglob("*.safetensors")) == ["provers", "verifiers"]
+    assert sorted(path.parent.name for path in output.glob("*/*.safetensors")) == ["earlier", "provers", "verifiers"]
     move_earlier_output(config)
-    assert [path.name for path in output.iterdir()] == ["earlier"]
+    assert sorted(path.name for path in output.iterdir()) == ["earlier", "earlier-2"]

@@ -1,6 +1,7 @@
 """Two sets of services in one consumer group, or of one name: refused by name; a killed one is waited for."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -113,14 +114,34 @@ def test_a_folder_of_another_runs_files_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
 
     async def scenario() -> None:
-        one, other, same = (sole_output(tmp_path, path) for path in (Path("a"), Path("output"), tmp_path / "output"))
+        one, other, same = (sole_output(path) for path in (Path("a"), Path("new/output"), tmp_path / "new" / "output"))
         async with one, other, same:
             raise AssertionError("it began")
 
-    with pytest.raises(
-        ConfigError, match=r"output_dir: .*/output is in use by another run of workspace .*; set another"
-    ):
+    with pytest.raises(ConfigError, match=r"output_dir: .*/output is in use by another run, of this or .*; set"):
         asyncio.run(scenario())
+    assert list((tmp_path / "new" / "output").iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.EOPNOTSUPP, False), (errno.EIO, True)])
+def test_a_folder_on_a_file_system_without_locks_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, *, is_refused: bool
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(sole_use.fcntl, "flock", flock)
+
+    async def scenario() -> None:
+        async with sole_output(tmp_path):
+            pass
+
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"finetuning.output_dir: .*\.run\.lock cannot be locked: .*; choose"):
+            asyncio.run(scenario())
+    else:
+        asyncio.run(scenario())
+        assert "has no locks" in caplog.text
 
 
 FORKS = """
