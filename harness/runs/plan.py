@@ -6,6 +6,8 @@ import time
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+from pydantic import JsonValue
+
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.reading import unknown_run
@@ -20,7 +22,7 @@ from rollstream.harness.runs.follower import follow
 from rollstream.harness.runs.preflight import environment_of, users_code
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.sampling_checks import reads_base_models
-from rollstream.harness.runs.stored_config import check_stored
+from rollstream.harness.runs.stored_config import check_stored, name_changes
 from rollstream.learner.versions import library_versions
 from rollstream.producers.league.draw import frozen_player
 from rollstream.producers.league.opponents import PublishedVersions, base_model_of
@@ -153,10 +155,16 @@ async def open_run(
     is_alike = "planning" not in trainer.model_fields_set or trainer.planning == planning
     given = planned_as(loaded.config, planning) if is_alike else loaded.config
     different = _difference(jobs, jobs_of(given, run_id, is_fork=is_fork))
-    different = different or _run_difference(progress.run, stored.config, loaded.config)
-    if different:
+    if different := different or _run_difference(progress.run, stored.config, loaded.config):
+
+        def is_different(written: dict[str, JsonValue]) -> bool:
+            one = config_file.resolve(written).config
+            is_other = _difference(jobs, jobs_of(planned_as(one, planning), run_id, is_fork=is_fork))
+            return is_other is not None or one.trainer.run_idle_timeout_s != stored.config.trainer.run_idle_timeout_s
+
         raise ConfigError(
-            f"run {run_id} was started with another {different}: "
+            f"run {run_id} was started with another "
+            f"{name_changes(progress.run.config, loaded.written, is_different) or different}: "
             "give it the same file and overrides, or start a new run"
         )
     if progress.ended is None:
@@ -246,7 +254,7 @@ def _difference(before: tuple[JobSpec, ...], now: tuple[JobSpec, ...]) -> str | 
             mine, theirs = getattr(one, part), getattr(other, part)
             for key in type(mine).model_fields:
                 if getattr(mine, key) != getattr(theirs, key):
-                    return f"{part}.{key}"
+                    return f"setting {part}.{key} (recorded: {getattr(mine, key)}, given: {getattr(theirs, key)})"
     return None
 
 

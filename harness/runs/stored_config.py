@@ -1,18 +1,22 @@
 """Checks the stored configuration of a recorded run before it is read.
 
 Reading a configuration imports the modules and expands the `${VARIABLES}` that it names. A configuration from a log or
-an export is untrusted data, so names that the user's own file does not contain are refused.
+an export is untrusted data, so names that the user's own file does not contain are refused. Also names the keys whose
+values a resumed run was not started with.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from rollstream.schemas.errors import NotAllowedError
+from rollstream.schemas.errors import ConfigError, NotAllowedError
 from rollstream.schemas.permissions import CODE, COMMAND, FILE, shown
-from rollstream.schemas.variables import variables_in
+from rollstream.schemas.variables import conceal, is_secret_name, one_line, variables_in
 
 TRUST = "--trust"
 _MAX_TOLD = 4
+_MAX_VALUE = 60
+"""Characters of a value that a message repeats."""
 
 
 def check_stored(stored: Mapping[str, Any], local: Mapping[str, Any], *, run_id: str, trust: bool) -> None:
@@ -64,3 +68,71 @@ def _names_of_block(block: Mapping[str, Any], path: str) -> Iterator[tuple[str, 
         for key, prefix in (("function", CODE), ("file", FILE)):
             if isinstance(block.get(key), str):
                 yield f"{prefix}{block[key]}", f"{path}.{key}"
+
+
+class Change(NamedTuple):
+    """A key whose value is not the recorded one; None for a value that is not set."""
+
+    path: tuple[str, ...]
+    recorded: Any
+    given: Any
+
+    def applied(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """The stored configuration with this change alone."""
+        return _with(stored, self.path, self.given)
+
+    def __str__(self) -> str:
+        name = ".".join(self.path)
+        if any(is_secret_name(part) for part in self.path):
+            return name
+        return f"{name} (recorded: {_text(self.recorded)}, given: {_text(self.given)})"
+
+
+def changes(stored: Any, given: Any, path: tuple[str, ...] = ()) -> Iterator[Change]:
+    """The keys with different values, in the order of the stored configuration. A list is one value."""
+    if isinstance(stored, Mapping) or isinstance(given, Mapping):
+        before, now = (one if isinstance(one, Mapping) else {} for one in (stored, given))
+        for key in {**before, **now}:
+            yield from changes(before.get(key), now.get(key), (*path, key))
+    elif stored != given:
+        yield Change(path, stored, given)
+
+
+def name_changes(
+    stored: Mapping[str, Any], given: Mapping[str, Any], is_different: Callable[[dict[str, Any]], bool]
+) -> str:
+    """The changed keys that alone make a run another one (`is_different`), with both values; empty if none does.
+
+    A key that is refused alone counts, because it may belong to others that were changed.
+    """
+
+    def matters(change: Change) -> bool:
+        try:
+            return is_different(change.applied(stored))
+        except ConfigError:
+            return True
+
+    return _listed([change for change in changes(stored, given) if matters(change)])
+
+
+def _listed(found: Iterable[Change]) -> str:
+    texts = [str(change) for change in found]
+    more = f" and {len(texts) - _MAX_TOLD} more" if len(texts) > _MAX_TOLD else ""
+    return conceal(", ".join(texts[:_MAX_TOLD])) + more
+
+
+def _with(block: Any, path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """A block with one value set, or removed if it is None."""
+    found = dict(block) if isinstance(block, Mapping) else {}
+    key, *rest = path
+    if rest:
+        found[key] = _with(found.get(key), tuple(rest), value)
+    elif value is None:
+        found.pop(key, None)
+    else:
+        found[key] = value
+    return found
+
+
+def _text(value: Any) -> str:
+    return "not set" if value is None else one_line(json.dumps(value, ensure_ascii=False), _MAX_VALUE)

@@ -74,8 +74,30 @@ def test_a_run_whose_dataset_was_changed_or_is_gone_goes_on_with_its_own_copy(
 
 
 def test_a_run_is_not_resumed_with_another_idle_timeout(recorded: Recorded) -> None:
-    with pytest.raises(ConfigError, match=r"was started with another trainers\.t\.run_idle_timeout_s: "):
+    with pytest.raises(ConfigError, match=r"another trainers\.t\.run_idle_timeout_s \(recorded: not set, given: 5\): "):
         recorded.resume(("trainers.t.run_idle_timeout_s", "5"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (
+            [("trainer_adapters.a.optimizer.learning_rate", "0.002")],
+            "optimizer.learning_rate (recorded: not set, given: 0.002)",
+        ),
+        ([("finetuning.num_epochs", "7"), ("finetuning.output_dir", "elsewhere")], "finetuning.num_epochs (recorded: "),
+        ([("trajectory_builders.b.num_generations", "6")], "trajectory_builders.b.num_generations (recorded: "),
+        ([("trajectory_builders.b.max_turns", "3")], "trajectory_builders.b.max_turns (recorded: not set, given: 3)"),
+    ],
+)
+def test_the_keys_that_make_it_another_run_are_named_with_both_values(
+    recorded: Recorded, overrides: list[tuple[str, str]], named: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        recorded.resume(*overrides)
+    assert named in str(refused.value)
+    assert "elsewhere" not in str(refused.value)
+    assert "job." not in str(refused.value)
 
 
 def test_a_store_may_be_moved_but_must_have_the_dataset_of_a_resumed_run(recorded: Recorded) -> None:
