@@ -18,7 +18,7 @@ from rollstream.harness.components.conduct import conduct as conduct_epochs
 from rollstream.harness.config import file as config_file
 from rollstream.harness.runs.conductor import Conductor, background_work
 from rollstream.harness.runs.display import Display
-from rollstream.harness.runs.outcome import Outcome, end, let_metrics_catch_up
+from rollstream.harness.runs.outcome import Outcome, end, failures_of, let_metrics_catch_up
 from rollstream.harness.runs.plan import look_up
 from rollstream.harness.runs.preflight import check_result
 from rollstream.harness.runs.progress import Progress
@@ -103,9 +103,6 @@ def _write_result(path: Path, outcome: Outcome) -> None:
 
 
 async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display) -> Outcome:
-    from rollstream.metrics.projection.database import metrics_file
-    from rollstream.metrics.projection.projector import project_to_end
-
     began = time.monotonic()
     config = run_request.config
     with _signals() as conducted:
@@ -120,14 +117,24 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
             with _resumable(run.run.started.run_id, is_open=progress.ended is None):
                 outcome = await end(run.log, run.artifacts, progress, run.run, config)
                 conducted.is_open = False
-            if run.run.is_over and config.builder.services == "managed":
-                await project_to_end(run.log, metrics_file(lease.location.workspace))
-            elif config.builder.services == "managed":
-                await _watched(run.supervisor, let_metrics_catch_up(lease.location.workspace))
+            if config.builder.services == "managed":
+                outcome = await _with_failures(outcome, run, lease.location.workspace)
             supervisor = run.supervisor
             return outcome._replace(
                 seconds=time.monotonic() - began, restarts=supervisor.total_restarts, logged=supervisor.logged
             )
+
+
+async def _with_failures(outcome: Outcome, run: RunContext, workspace: Path) -> Outcome:
+    """The outcome with its failed rollouts, once the metrics have all that is in the log."""
+    from rollstream.metrics.projection.database import metrics_file
+    from rollstream.metrics.projection.projector import project_to_end
+
+    if run.run.is_over:
+        await project_to_end(run.log, metrics_file(workspace))
+    elif not await _watched(run.supervisor, let_metrics_catch_up(workspace)):
+        return outcome
+    return outcome._replace(failures=await failures_of(workspace, outcome.run_id))
 
 
 async def _trained(run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display) -> Progress:
@@ -166,11 +173,11 @@ def _stays_open(run_id: str) -> str:
     return f"run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}` continues it"
 
 
-async def _watched(supervisor: Supervisor, work: Coroutine[Any, Any, object]) -> None:
-    """Await `work`; a service that is down meanwhile is still started again."""
+async def _watched(supervisor: Supervisor, work: Coroutine[Any, Any, bool]) -> bool:
+    """The result of `work`; a service that is down meanwhile is still started again."""
     watching = asyncio.create_task(supervisor.watch())
     try:
-        await work
+        return await work
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

@@ -56,7 +56,7 @@ NO_CALL = "the environment made no model call: let it answer with `session.chat`
 """Remedy for `no_token_ids` where the producers' own engine samples, so that every call has token ids."""
 OUTCOMES = (
     'rollstream sql --format json "SELECT outcome, o.cause, message, count(*) FROM outcomes o '
-    'JOIN rollouts USING (rollout_id) GROUP BY ALL"'
+    "JOIN rollouts USING (rollout_id) WHERE o.run_id = '{}' GROUP BY ALL\""
 )
 """Query as JSON, because a table cuts long messages."""
 
@@ -151,7 +151,7 @@ class Untrained:
         if cause in REMEDIES:
             reason += f"; {NO_CALL if cause == 'no_token_ids' and self._is_sampled_here else REMEDIES[cause]}"
         elif self.failed:
-            reason += f"; for details: {OUTCOMES}"
+            reason += f"; for details: {OUTCOMES.format(ids.run_of(self.job_id))}"
         return reason
 
     @property

@@ -18,12 +18,11 @@ from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.harness.runs.driver import is_over, lacking, located, reason_to_stop
 from rollstream.harness.runs.follower import Follower, follow
+from rollstream.harness.runs.outcome import NOT_ITS_OWN
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.run_context import RunContext, WorkspaceLease
 from rollstream.harness.runs.validation import Validation
-from rollstream.producers.group_execution import CANCELLED
-from rollstream.producers.takeover import PRODUCER_LOST
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.config import RunConfig
@@ -33,8 +32,6 @@ from rollstream.schemas.events import EpochStarted, GroupClosed, RolloutFailed, 
 POLL_S = 0.5
 MAX_SENT = 20_000
 """Events that are remembered as sent: those of the newest epochs."""
-NOT_ITS_OWN = frozenset({PRODUCER_LOST, CANCELLED})
-"""Causes of a failed rollout for which neither the environment nor the configuration is to blame."""
 FAILURE_KINDS = frozenset({"group_closed", "rollout_failed"})
 FAILURE_POLL_S = 1.0
 

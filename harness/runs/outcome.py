@@ -17,12 +17,14 @@ from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import NOTHING_PUBLISHED, JobProgress, Progress, Published
 from rollstream.learner.untrained import NOTHING_TRAINED, read_untrained
 from rollstream.processors.curate import gate
+from rollstream.producers.group_execution import CANCELLED
+from rollstream.producers.takeover import PRODUCER_LOST
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ArtifactError, RollstreamError, StoreUnavailableError
 from rollstream.schemas.events import GroupClosed, RunEnded, VersionJudged, WeightsPublished
 from rollstream.schemas.settings import JobSpec
-from rollstream.schemas.variables import MAX_JOB_ERROR, expand, recordable
+from rollstream.schemas.variables import MAX_JOB_ERROR, expand, one_line, recordable
 
 CATCH_UP_TIMEOUT_S = 60.0
 MAX_REPEATED = 100
@@ -30,6 +32,16 @@ MAX_REPEATED = 100
 RETRY_S = 0.2
 SHARE_SHOWN = 10
 """Rewards are compared between the first and the last tenth of the last job's epochs."""
+NOT_ITS_OWN = frozenset({PRODUCER_LOST, CANCELLED})
+"""Causes of a failed rollout for which neither the environment nor the configuration is to blame."""
+MAX_FAILURE = 160
+"""Characters of the most frequent failure of a rollout in the summary."""
+FAILED = """
+SELECT count(*), count(*) FILTER (is_failed), mode(concat_ws(': ', cause, nullif(message, ''))) FILTER (is_failed)
+FROM (
+    SELECT cause, message, state = 'failed' AND cause NOT IN ('{}') AS is_failed FROM rollouts WHERE run_id = '{}'
+)
+"""
 NO_REASON = "no reason was recorded; the logs of the services may have it"
 
 logger = logging.getLogger(__name__)
@@ -51,6 +63,8 @@ class Outcome(NamedTuple):
     restarts: int = 0
     logged: tuple[str, ...] = ()
     """Errors of services that the terminal shows already, as `service: message`."""
+    failures: str = ""
+    """How many rollouts failed, and the most frequent cause; empty if none did."""
 
     @property
     def exit_code(self) -> int:
@@ -59,7 +73,7 @@ class Outcome(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Values for `--result_json_path`."""
-        found = {name: value for name, value in self._asdict().items() if name != "logged"}
+        found = {name: value for name, value in self._asdict().items() if name not in ("logged", "failures")}
         return {**found, "output_dir": None if self.output_dir is None else str(self.output_dir)}
 
     def summary(self) -> str:
@@ -73,6 +87,8 @@ class Outcome(NamedTuple):
             lines.append(f"reward {self.first_reward:.3f} -> {self.last_reward:.3f} in {epochs}")
         if self.output_dir is not None:
             lines.append(f"model in {self.output_dir}")
+        if self.failures:
+            lines.append(self.failures)
         if self.restarts:
             lines.append(f"services restarted {self.restarts} time{'s' if self.restarts != 1 else ''}")
         if self.message and not self.exit_code:
@@ -236,6 +252,25 @@ async def let_metrics_catch_up(workspace: Path) -> bool:
         logger.warning("the metrics of workspace %s have not caught up: %s; see its logs", workspace, reason)
         return False
     return True
+
+
+async def failures_of(workspace: Path, run_id: str) -> str:
+    """How many rollouts of a run have failed according to the metrics, and by which cause the most; empty if none did.
+
+    Those that a producer lost or the run cancelled do not count. A failed query is only logged.
+    """
+    from rollstream.metrics.sql.client import query
+
+    sql = FAILED.format("', '".join(sorted(NOT_ITS_OWN)), run_id)
+    try:
+        result = await asyncio.to_thread(query, workspace, sql, fresh=False)
+    except RollstreamError as error:
+        logger.info("the failed rollouts of run_id=%s are not counted: %s", run_id, error)
+        return ""
+    num_rollouts, num_failed, cause = result.rows[0]
+    if not num_failed:
+        return ""
+    return f"{num_failed} of {num_rollouts} rollouts failed, most often by {one_line(cause, MAX_FAILURE)}"
 
 
 async def _state(

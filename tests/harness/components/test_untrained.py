@@ -1,6 +1,7 @@
 """End of a run that trained nothing: its message, whether it failed, and that it leaves no model."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,9 +139,18 @@ def test_a_run_whose_builder_makes_nothing_is_failed(tmp_path: Path) -> None:
 def test_a_run_whose_rollouts_all_fail_is_failed_with_their_causes(tmp_path: Path) -> None:
     written = configuration(tmp_path, num_epochs=2, num_examples=2)
     (tmp_path / "train.jsonl").write_text('{"id": "broken", "secret": "no number"}\n')
-    assert_failed(
-        EpochwiseRig(tmp_path, written), "none of its 2 groups had enough complete rollouts", "rollouts failed:"
+    rig = EpochwiseRig(tmp_path, written)
+    outcome = assert_failed(
+        rig,
+        "none of its 2 groups had enough complete rollouts",
+        "rollouts failed:",
+        "WHERE o.run_id = 'run-1'",
     )
+    failures = asyncio.run(ending.failures_of(rig.folder, "run-1"))
+    assert re.fullmatch(r"(\d+) of \1 rollouts failed, most often by environment_error: .+", failures)
+    assert f"\n{failures}" in outcome._replace(failures=failures).summary()
+    assert asyncio.run(ending.failures_of(rig.folder, "run-2")) == ""
+    assert asyncio.run(ending.failures_of(rig.folder / "nowhere", "run-1")) == ""
 
 
 CUT = {"enabled": True, "min_reward_diff": 2.0}

@@ -39,7 +39,7 @@ RESULT = Result(
 
 
 def test_the_query_that_a_failure_suggests_shows_whole_messages(tmp_path: Path) -> None:
-    match = re.fullmatch(r'rollstream sql --format (\w+) "(.+)"', OUTCOMES)
+    match = re.fullmatch(r'rollstream sql --format (\w+) "(.+)"', OUTCOMES.format("run-1"))
     assert match is not None
     database = Database(empty_file(tmp_path))
     assert run_select(database.cursor(), match[2], limit=10).columns[2] == "message"
