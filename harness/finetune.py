@@ -63,7 +63,9 @@ class Interrupted(Exception):
         self.exit_code = 128 + number
         run = conducted.run
         self.run_id = None if run is None else run.run.started.run_id
-        """None: the run was not found or begun yet."""
+        """None: the run was not found yet."""
+        self.has_begun = run is not None and run.begun.is_set()
+        """Whether the log has the run."""
         self.is_open = conducted.is_open
         """Whether the run is still to be ended."""
 
@@ -108,13 +110,13 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
     with _signals() as conducted:
         async with connected(run_request, lease, display) as run:
             conducted.run, conducted.is_open = run, not run.run.is_over
-            with _resumable(run.run.started.run_id, is_open=not run.run.is_over):
+            with _resumable(run, is_open=not run.run.is_over):
                 if run.run.is_over:
                     progress = await look_up(run.log, run.run.started.run_id)
                 else:
                     progress = await _trained(run_request, lease, run, display)
             display.finish(progress)
-            with _resumable(run.run.started.run_id, is_open=progress.ended is None):
+            with _resumable(run, is_open=progress.ended is None):
                 outcome = await end(run.log, run.artifacts, progress, run.run, config)
                 conducted.is_open = False
             if config.builder.services == "managed":
@@ -144,6 +146,7 @@ async def _trained(run_request: RunRequest, lease: WorkspaceLease, run: RunConte
     config = run_request.config
     folders = folders_of(config, lease.location.workspace, run.artifacts)
     conductor = Conductor(run.log, run.run, display.update, on_activity=run.supervisor.progressed)
+    conductor.on_begun = run.begun.set
     validation = validation_of(config, run.run)
     await conductor.start(*background_work(lease, run, config, display.print))
     try:
@@ -153,17 +156,18 @@ async def _trained(run_request: RunRequest, lease: WorkspaceLease, run: RunConte
 
 
 @contextmanager
-def _resumable(run_id: str, *, is_open: bool) -> Iterator[None]:
-    """Add to errors before the run's end that the run is still open, and how to continue it, unless its log is lost.
+def _resumable(run: RunContext, *, is_open: bool) -> Iterator[None]:
+    """Add to errors before the run's end that the run is still open, and how to continue it, unless its log is lost or
+    does not have it.
 
-    `is_open`: it was not written before.
+    `is_open`: its end was not written before.
     """
     try:
         yield
     except (RollstreamError, OSError) as error:
-        if not is_open or isinstance(error, BrokerLostError):
+        if not is_open or not run.begun.is_set() or isinstance(error, BrokerLostError):
             raise
-        hint = _stays_open(run_id)
+        hint = _stays_open(run.run.started.run_id)
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, f"{error.strerror}; {hint}", error.filename) from error
         raise type(error)(f"{str(error) or type(error).__name__}; {hint}") from error
@@ -210,7 +214,7 @@ def _signals() -> Iterator[_Conducted]:
         if received:
             raise Interrupted(received[0], conducted) from None
         run = conducted.run
-        hint = f"; {_stays_open(run.run.started.run_id)}" if run is not None and conducted.is_open else ""
+        hint = f"; {_stays_open(run.run.started.run_id)}" if run is not None and run.begun.is_set() and conducted.is_open else ""
         raise RunFailedError(
             f"a component, or a library that it uses, cancelled the command; rollstream --debug shows where{hint}"
         ) from error

@@ -152,6 +152,8 @@ def _interruption(interrupted: "Interrupted", resumed: str | None) -> str:
     run_id = interrupted.run_id
     if run_id is None:
         return "interrupted before a run was begun" if resumed is None else f"interrupted; run {resumed} is as it was"
+    if not interrupted.has_begun:
+        return f"interrupted before run {run_id} was begun; nothing was started"
     if not interrupted.is_open:
         return f"interrupted; run {run_id} has ended"
     return (

@@ -62,6 +62,8 @@ class Conductor:
         self.run = run
         self.progress = Progress(run.started.run_id)
         self.on_activity = on_activity
+        self.on_begun: Callable[[], None] = lambda: None
+        """Called once the start of a new run is acknowledged."""
         self._on_progress = on_progress
         self._on_event = on_event
         self.num_changes = 0
@@ -159,7 +161,10 @@ class Conductor:
         if any(isinstance(event, EpochStarted) for event in events) and not may_start_epoch():
             return
         events = await located(self.log, progress, events)
-        await self.send([event for event in events if isinstance(event, RunStarted)])
+        beginning = [event for event in events if isinstance(event, RunStarted)]
+        await self.send(beginning)
+        if beginning:
+            self.on_begun()
         await self.send(events)
 
     async def send(self, events: Sequence[Event]) -> None:

@@ -96,6 +96,8 @@ class RunContext(NamedTuple):
     artifacts: "ArtifactStore"
     run: RunPlan
     supervisor: Supervisor
+    begun: asyncio.Event
+    """Set once the log has the run's start."""
     signs: "asyncio.Task[None] | None" = None
     """The writing of its signs of life; none of a run that is over."""
 
@@ -199,7 +201,10 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
             )
         stack.push_async_callback(supervisor.stop)
         supervisor.start()
-        yield RunContext(log, artifacts, run, supervisor, signs)
+        begun = asyncio.Event()
+        if not run.is_new:
+            begun.set()
+        yield RunContext(log, artifacts, run, supervisor, begun, signs)
 
 
 async def plan(

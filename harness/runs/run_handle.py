@@ -135,7 +135,7 @@ async def started_run(run_request: RunRequest, lease: WorkspaceLease, run: RunCo
     """The handle of a run that is connected already, its services looked after. Raises ConfigError, LogError."""
     config = run_request.config
     handle = RunHandle(run.log, run.artifacts, run.run, config, workspace=lease.location.workspace, display=display)
-    handle.on_activity = run.supervisor.progressed
+    handle.on_activity, handle.on_begun = run.supervisor.progressed, run.begun.set
     await handle.start(*background_work(lease, run, config, display.print))
     return handle
 

@@ -1,22 +1,52 @@
 """When `finetune` ends before its run, it shows how to continue."""
 
+import asyncio
 import errno
+import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.cli.finetune import _interruption
 from rollstream.harness.cli.main import one_line
-from rollstream.harness.finetune import _resumable
+from rollstream.harness.finetune import Interrupted, _Conducted, _resumable
+from rollstream.harness.runs.plan import RunPlan
+from rollstream.harness.runs.run_context import RunContext
+from rollstream.harness.services.supervisor import Supervisor
 from rollstream.schemas.errors import LogError, StoreUnavailableError
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "/data/out")
+RESUMES = "run run-1 stays open: `rollstream finetune --config_file FILE --resume run-1`"
+
+
+@pytest.fixture
+def run(script: SimpleNamespace, tmp_path: Path) -> RunContext:
+    plan = RunPlan(script.run_started(), (script.job_spec(),), is_new=True)
+    return RunContext(MemoryLog(), ArtifactStore(str(tmp_path)), plan, Supervisor([], tmp_path), asyncio.Event())
 
 
 @pytest.mark.parametrize("error", [LogError(), StoreUnavailableError("away"), FULL, TimeoutError("late")], ids=repr)
-def test_an_error_of_an_open_run_has_the_command_that_resumes_it(error: Exception) -> None:
-    with pytest.raises(type(error)) as message, _resumable("mine-1", is_open=True):
+def test_an_error_of_an_open_run_has_the_command_that_resumes_it(error: Exception, run: RunContext) -> None:
+    with pytest.raises(type(error)) as early, _resumable(run, is_open=True):
         raise error
-    assert "run mine-1 stays open: `rollstream finetune --config_file FILE --resume mine-1`" in one_line(message.value)
+    assert early.value is error, "the log does not have the run yet"
+    run.begun.set()
+    with pytest.raises(type(error)) as message, _resumable(run, is_open=True):
+        raise error
+    assert RESUMES in one_line(message.value)
     assert getattr(message.value, "errno", None) == getattr(error, "errno", None)
-    with pytest.raises(type(error)) as same, _resumable("mine-1", is_open=False):
+    with pytest.raises(type(error)) as same, _resumable(run, is_open=False):
         raise error
     assert same.value is error
+
+
+def test_an_interrupted_run_can_be_resumed_only_once_the_log_has_it(run: RunContext) -> None:
+    early = _interruption(Interrupted(signal.SIGINT, _Conducted(run, is_open=True)), None)
+    assert early == "interrupted before run run-1 was begun; nothing was started"
+    run.begun.set()
+    assert RESUMES in _interruption(Interrupted(signal.SIGINT, _Conducted(run, is_open=True)), None)
+    ended = _interruption(Interrupted(signal.SIGINT, _Conducted(run, is_open=False)), None)
+    assert ended == "interrupted; run run-1 has ended"

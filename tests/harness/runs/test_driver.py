@@ -235,11 +235,15 @@ class KilledLog(MemoryLog):
 def test_a_job_is_sent_once_the_start_of_its_run_is_acknowledged(script: SimpleNamespace) -> None:
     async def scenario() -> None:
         log = KilledLog(num_partitions=2)
-        log.num_writes = 1
+        log.num_writes, begun = 1, asyncio.Event()
         async with Conductor(log, RunPlan(script.run_started(), (script.job_spec(),), True)) as conducting:
+            conducting.on_begun = begun.set
             with pytest.raises(Killed):
                 await conducting.announce()
-        assert await written_ids(log, "groups", "jobs") == []
+            assert not begun.is_set()
+            assert await written_ids(log, "groups", "jobs") == []
+            await conducting.announce()
+            assert begun.is_set()
 
     asyncio.run(scenario())
 
@@ -333,7 +337,7 @@ def test_a_run_fails_at_once_with_the_error_of_its_signs_of_life(
         plan = RunPlan(script.run_started(), (script.job_spec(),), False)
         signs = asyncio.create_task(give_signs_of_life(log, plan.started, is_new=False))
         location = RunLocation(KafkaSettings(bootstrap_servers="127.0.0.1:1"), "", tmp_path)
-        run = RunContext(log, ArtifactStore(str(tmp_path)), plan, Supervisor([], tmp_path), signs)
+        run = RunContext(log, ArtifactStore(str(tmp_path)), plan, Supervisor([], tmp_path), asyncio.Event(), signs)
         conducting = Conductor(log, plan)
         await conducting.start(*background_work(WorkspaceLease(location, None), run, config, print))
         try:
