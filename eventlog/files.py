@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import IO, Any, BinaryIO, NamedTuple
 
 from rollstream.schemas.errors import ModelError
@@ -47,12 +48,23 @@ def beside(path: Path, *, is_synced: bool = True, is_alone: bool = False) -> Ite
 
 
 def obstacle(folder: Path) -> str:
-    """The reason why a folder cannot be created or written, as far as that shows without creating it; else empty."""
+    """The reason why a folder cannot be created or written, as far as that shows without creating it; else empty.
+
+    For one that does not exist, another is made beside it and removed: some file systems let nobody make any.
+    """
     path = folder.absolute()
     nearest = next(one for one in (path, *path.parents) if os.path.lexists(one))
     if not nearest.is_dir():
         return f"{nearest} is not a folder"
-    return "" if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} is not writable"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"{nearest} is not writable"
+    if nearest == path:
+        return ""
+    try:
+        os.rmdir(mkdtemp(prefix=".rollstream-", dir=nearest))
+    except OSError as error:
+        return f"no folder can be made in {nearest}: {error.strerror}"
+    return ""
 
 
 def named_beside(name: str) -> str:

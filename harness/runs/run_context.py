@@ -33,7 +33,7 @@ from rollstream.harness.runs.preflight import (
     check_paths,
     check_workflow,
 )
-from rollstream.harness.runs.sampling_checks import check_engines, check_groups
+from rollstream.harness.runs.sampling_checks import check_engines, check_groups, check_models
 from rollstream.harness.services.fork_server import ForkServer, start_where_possible
 from rollstream.harness.services.liveness import read_sign
 from rollstream.harness.services.serving import GROUPS, LOADED_ONCE, WITH_MODELS
@@ -117,6 +117,7 @@ def check_run(run_request: RunRequest) -> "list[Example] | None":
     if is_new:
         check_sampling(config, run_request.loaded.finetune)
         check_groups(config, run_request.loaded.finetune)
+        check_models(config)
     examples = check_datasets(config, is_new=is_new)
     check_endpoint(config, is_new=is_new)
     check_gateway(config)
@@ -134,7 +135,6 @@ def held(run_request: RunRequest, display: Display) -> Iterator[WorkspaceLease]:
     config, workspace = run_request.config, Workspace(run_request.workspace)
     workspace.create()
     examples = check_run(run_request)
-    config.finetuning.output_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         is_managed = config.builder.services == "managed"
         if is_managed or config.builder.bootstrap_servers == EMBEDDED:
@@ -178,7 +178,7 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
         )
         parent = run.started.parent
         display.print(f"run {run.started.run_id}" + (f", branched from {format_fork(parent)}" if parent else ""))
-        supervisor, signs = Supervisor([], location.workspace / "logs"), None
+        supervisor, signs, begun = Supervisor([], location.workspace / "logs"), None, asyncio.Event()
         if not run.is_over:
             await stack.enter_async_context(sole_run(location.workspace, run.started.run_id))
             await _check_sole_use(run_request.config, lease, log, display)
@@ -192,16 +192,13 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
                     pass  # each service takes its own when it starts; here it would be refused again and again
             if run_request.config.builder.services == "managed":
                 workspace.remember_trained(run.started.run_id)
-        await stack.enter_async_context(sole_output(run_request.config.finetuning.output_dir))
+        output_dir = run_request.config.finetuning.output_dir
+        await stack.enter_async_context(sole_output(output_dir))
         # Last: a run that fails a check must not move files.
-        earlier = take_output_dir(run_request.config, run.started.run_id, is_new=run.is_new)
-        if earlier is not None:
-            display.print(
-                f"files of an earlier run in {run_request.config.finetuning.output_dir} were moved to {earlier}"
-            )
+        if earlier := take_output_dir(run_request.config, run.started.run_id, is_new=run.is_new):
+            display.print(f"files of an earlier run in {output_dir} were moved to {earlier}")
         stack.push_async_callback(supervisor.stop)
         supervisor.start()
-        begun = asyncio.Event()
         if not run.is_new:
             begun.set()
         yield RunContext(log, artifacts, run, supervisor, begun, signs)

@@ -1,25 +1,34 @@
-"""Checks of a run's sampling before it starts: engines, temperature, and whether groups are left to train on.
+"""Checks of a run's models and sampling before it starts: devices, adapters, engines, temperature, and whether groups
+are left to train on.
 
 Engines of installed packages are looked up here, not when a file is read.
 """
 
+import json
 import logging
 import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
-from rollstream.harness.config.checks import warn_meaningless
+from rollstream.harness.config.checks import warn, warn_meaningless
 from rollstream.harness.config.jobs import jobs_of, served_models
 from rollstream.harness.config.resolve import block_of, is_ours
 from rollstream.harness.config.unused_keys import of_engine
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
+from rollstream.schemas.devices import device_of
 from rollstream.schemas.engine_settings import EngineSettings
-from rollstream.schemas.errors import ConfigError, EnvironmentRunError, describe
+from rollstream.schemas.errors import ConfigError, EnvironmentRunError, ModelError, describe
 from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.policy_gradient import ALONE
-from rollstream.schemas.settings import JobSpec
-from rollstream.schemas.variables import conceal
+from rollstream.schemas.settings import JobSpec, ModelSettings
+from rollstream.schemas.variables import conceal, expand
 
+ALL_LINEAR = "all-linear"
+MAX_HEADER_BYTES = 100_000_000
+"""Maximum size of a safetensors file's header, as its format has it."""
 logger = logging.getLogger(__name__)
 
 
@@ -50,6 +59,99 @@ def check_engines(config: RunConfig) -> None:
         known = settings_of(engine, os.environ, location)
         _check_loads(location, known, "name an engine that does")
         _warn_unused(location, engine, known, config)
+
+
+def check_models(config: RunConfig) -> None:
+    """Raises ConfigError for a GPU that this machine does not have, or an adapter that fits no module of a local model.
+
+    Warns if answers may be longer than a local model's positions. Leaves out what runs elsewhere.
+    """
+    if config.builder.services == "external" or config.is_external:
+        return
+    adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
+    engine = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
+    _check_device(getattr(config.builder.engine, "device", "auto"), f"{engine}.device")
+    served = served_models(config)
+    for name, one in config.by_group().items():
+        group, model = config.adapter.model_groups.get(name), one.adapter.model
+        location = f"{adapter}{'' if group is None or group.model is None else f'.model_groups.{name}'}.model"
+        if name in config.trained():
+            _check_device(model.device, f"{location}.device")
+        folder = Path(str(expand(model.path, os.environ, location))).expanduser()
+        if name not in served and folder.is_dir():
+            check_adapter(model, folder, f"{location}.lora.target_modules")
+            _warn_positions(config, folder)
+
+
+def _check_device(device: str, location: str) -> None:
+    if device in ("auto", "cpu"):
+        return
+    import torch
+
+    try:
+        device_of(device, torch.cuda.device_count(), location)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_adapter(model: ModelSettings, folder: Path, location: str) -> None:
+    """Raises ConfigError if no module has a name of `lora.target_modules`; warns of the names that none has.
+
+    The model is built, without weights, only if its files do not have the names.
+    """
+    targets = () if model.lora is None or model.lora.target_modules == ALL_LINEAR else model.lora.target_modules
+    if not (unknown := _unknown(targets, _modules_in_files(folder))):
+        return
+    import torch
+
+    from rollstream.learner.model.loading import empty_module
+
+    plain = model.model_copy(update={"lora": None, "device": "cpu", "quantization": None})
+    try:
+        module = empty_module(plain, str(folder), torch.device("cpu"), seed=0)
+    except ModelError as error:
+        logger.info("the modules of %s are not known: %s", folder, error)
+        return
+    names = [name for name, _ in module.named_modules()]
+    if not (unknown := _unknown(unknown, names)):
+        return
+    linear = (name for name, one in module.named_modules() if isinstance(one, torch.nn.Linear))
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    message = f"{location}: model {folder} has no module {', '.join(unknown)}; its linear layers are {', '.join(known)}"
+    if len(unknown) == len(targets):
+        raise ConfigError(f"{message}; correct the names, or set all-linear")
+    warn(message)
+
+
+def _unknown(targets: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """Names that peft finds no module for: the end of a module's path."""
+    paths = [f".{name}" for name in names]
+    return tuple(target for target in targets if not any(path.endswith(f".{target}") for path in paths))
+
+
+def _modules_in_files(folder: Path) -> set[str]:
+    """Names of the modules that have weights in a folder's safetensors files."""
+    names = set[str]()
+    for file in folder.glob("*.safetensors"):
+        with suppress(OSError, ValueError), file.open("rb") as opened:
+            header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), MAX_HEADER_BYTES)))
+            names |= {str(name).rpartition(".")[0] for name in header}
+    return names
+
+
+def _warn_positions(config: RunConfig, folder: Path) -> None:
+    wanted = config.builder.sampling.max_new_tokens
+    try:
+        written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        positions = {**written, **written.get("text_config", {})}.get("max_position_embeddings")
+    except (OSError, ValueError, TypeError, AttributeError):
+        return
+    if isinstance(positions, int) and wanted >= positions:
+        location = f"trajectory_builders.{config.finetuning.trajectory_builder}.sampling.max_new_tokens"
+        warn(
+            f"{location}: {wanted} is not below the {positions} positions of model {folder}, so only they limit an "
+            "answer, and a prompt that has as many fails its rollout"
+        )
 
 
 def reads_base_models(config: RunConfig) -> bool:

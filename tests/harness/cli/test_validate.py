@@ -122,6 +122,24 @@ def output_in_a_file(written: dict[str, Any]) -> None:
     written["finetuning"]["output_dir"] = f"{written['trainer_adapters']['a']['model']['path']}/config.json/output"
 
 
+def output_where_no_folder_can_be(written: dict[str, Any]) -> None:
+    written["finetuning"]["output_dir"] = "/proc/x/y"
+
+
+def missing_gpu(written: dict[str, Any]) -> None:
+    written["trainer_adapters"]["a"]["model"]["device"] = "cuda:99"
+
+
+def missing_gpu_of_engine(written: dict[str, Any]) -> None:
+    written["trajectory_builders"]["b"]["engine"] = {"kind": "transformers", "device": "cuda:99"}
+
+
+def unknown_modules(written: dict[str, Any]) -> None:
+    model = written["trainer_adapters"]["a"]["model"]
+    model["path"] = str(make_tiny_model(Path(model["path"]).parent / "tiny"))
+    model["lora"] = {"target_modules": ["q_prj"]}
+
+
 def unknown_store(written: dict[str, Any]) -> None:
     written["trainer_adapters"]["a"]["artifact_uri"] = "foo://x/y"
 
@@ -149,6 +167,10 @@ def store_without_its_package(written: dict[str, Any]) -> None:
             r"trainer_adapters\.a\.artifact_uri: artifact store foo://x/y: .*; give a URI that",
         ),
         (store_without_its_package, r"trainer_adapters\.a\.artifact_uri: artifact store oss://.*; install ossfs where"),
+        (output_where_no_folder_can_be, r"finetuning\.output_dir: /proc/x/y cannot be used: no folder can be made in"),
+        (missing_gpu, r"trainer_adapters\.a\.model\.device is cuda:99 and .*; set "),
+        (missing_gpu_of_engine, r"trajectory_builders\.b\.engine\.device is cuda:99 and .*; set "),
+        (unknown_modules, r"trainer_adapters\.a\.model\.lora\.target_modules: .* no module q_prj; its .* v_proj; corr"),
         (output_in_a_file, r"finetuning\.output_dir: .* cannot be used: .*config\.json is not a folder"),
     ],
 )
@@ -162,6 +184,24 @@ def test_a_configuration_that_finetune_refuses_is_refused(
     with pytest.raises(ConfigError, match=reported):
         validate(path, tmp_path / "w")
     assert entries(tmp_path) == before
+
+
+def test_what_a_local_model_cannot_use_is_said(
+    tmp_path: Path, written: dict[str, Any], write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = written["trainer_adapters"]["a"]["model"]
+    model["path"] = str(make_tiny_model(tmp_path / "tiny"))
+    model["lora"] = {"target_modules": ["q_proj", "v_prj"]}
+    written["trajectory_builders"]["b"]["sampling"] = {"max_new_tokens": 4000}
+    validate(write(written), tmp_path / "w")
+    assert "has no module v_prj; its linear layers are" in caplog.text
+    assert "sampling.max_new_tokens: 4000 is not below the " in caplog.text
+    caplog.clear()
+    model["lora"] = {"target_modules": ["q_proj", "layers.0.mlp.up_proj"]}
+    written["trajectory_builders"]["b"]["sampling"] = {"max_new_tokens": 40}
+    validate(write(written), tmp_path / "w")
+    assert "linear layers" not in caplog.text
+    assert "positions" not in caplog.text
 
 
 def test_options_change_the_configuration_as_in_finetune(tmp_path: Path, written: dict[str, Any], write: Write) -> None:
