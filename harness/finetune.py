@@ -18,7 +18,7 @@ from rollstream.harness.components.conduct import conduct as conduct_epochs
 from rollstream.harness.config import file as config_file
 from rollstream.harness.runs.conductor import Conductor, background_work
 from rollstream.harness.runs.display import Display
-from rollstream.harness.runs.outcome import Outcome, end, failures_of, let_metrics_catch_up
+from rollstream.harness.runs.outcome import Outcome, end, let_metrics_catch_up, remarks_of
 from rollstream.harness.runs.plan import look_up
 from rollstream.harness.runs.preflight import check_result
 from rollstream.harness.runs.progress import Progress
@@ -120,15 +120,15 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
                 outcome = await end(run.log, run.artifacts, progress, run.run, config)
                 conducted.is_open = False
             if config.builder.services == "managed":
-                outcome = await _with_failures(outcome, run, lease.location.workspace)
+                outcome = await _with_remarks(outcome, run, run_request, lease.location.workspace)
             supervisor = run.supervisor
             return outcome._replace(
                 seconds=time.monotonic() - began, restarts=supervisor.total_restarts, logged=supervisor.logged
             )
 
 
-async def _with_failures(outcome: Outcome, run: RunContext, workspace: Path) -> Outcome:
-    """The outcome with its failed rollouts, once the metrics have all that is in the log."""
+async def _with_remarks(outcome: Outcome, run: RunContext, run_request: RunRequest, workspace: Path) -> Outcome:
+    """The outcome with what the metrics tell of the run, once they have all that is in the log."""
     from rollstream.metrics.projection.database import metrics_file
     from rollstream.metrics.projection.projector import project_to_end
 
@@ -136,7 +136,7 @@ async def _with_failures(outcome: Outcome, run: RunContext, workspace: Path) -> 
         await project_to_end(run.log, metrics_file(workspace))
     elif not await _watched(run.supervisor, let_metrics_catch_up(workspace)):
         return outcome
-    return outcome._replace(failures=await failures_of(workspace, outcome.run_id))
+    return outcome._replace(remarks=await remarks_of(workspace, outcome.run_id, run_request.config))
 
 
 async def _trained(run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display) -> Progress:

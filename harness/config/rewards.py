@@ -10,10 +10,11 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from rollstream.harness.config.checks import warn
 from rollstream.harness.config.dataset import Example
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.config import RunConfig
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ConfigError, nearest
 from rollstream.schemas.evaluators import SECTION, Evaluator, LlmJudge, answer_key, kind_of
 from rollstream.schemas.permissions import (
     COMMAND,
@@ -49,6 +50,22 @@ def weights_of(config: RunConfig) -> dict[str, float]:
     if chosen.name == ENVIRONMENT:
         return {**dict.fromkeys(builder.rewards, 0.0), **builder.reward_weights}
     return {OTHERS: 0.0, chosen.name: 1.0, **builder.reward_weights}
+
+
+def warn_weights(config: RunConfig) -> None:
+    """Warn of a weight whose name is like that of a reward of the run: the reward then counts with another weight.
+
+    Other names may be those of the environment's own rewards, which only its code has.
+    """
+    weights = config.builder.reward_weights
+    known = {*config.reward_functions, *config.evaluators}
+    for name in weights.keys() - {OTHERS, *known}:
+        near = nearest(name, known - weights.keys())
+        if near is not None:
+            warn(
+                f"trajectory_builders.{config.finetuning.trajectory_builder}.reward_weights: {name}: no reward of the "
+                f"file has this name, and {near} has no weight of its own; did you mean {near}?"
+            )
 
 
 def algorithm_of(config: RunConfig) -> AlgorithmSettings:

@@ -23,7 +23,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ArtifactError, RollstreamError, StoreUnavailableError
 from rollstream.schemas.events import GroupClosed, RunEnded, VersionJudged, WeightsPublished
-from rollstream.schemas.settings import JobSpec
+from rollstream.schemas.settings import OTHERS, JobSpec
 from rollstream.schemas.variables import MAX_JOB_ERROR, expand, one_line, recordable
 
 CATCH_UP_TIMEOUT_S = 60.0
@@ -63,8 +63,8 @@ class Outcome(NamedTuple):
     restarts: int = 0
     logged: tuple[str, ...] = ()
     """Errors of services that the terminal shows already, as `service: message`."""
-    failures: str = ""
-    """How many rollouts failed, and the most frequent cause; empty if none did."""
+    remarks: tuple[str, ...] = ()
+    """How many rollouts failed, and weights that no reward had; from the metrics."""
 
     @property
     def exit_code(self) -> int:
@@ -73,7 +73,7 @@ class Outcome(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Values for `--result_json_path`."""
-        found = {name: value for name, value in self._asdict().items() if name not in ("logged", "failures")}
+        found = {name: value for name, value in self._asdict().items() if name not in ("logged", "remarks")}
         return {**found, "output_dir": None if self.output_dir is None else str(self.output_dir)}
 
     def summary(self) -> str:
@@ -87,8 +87,7 @@ class Outcome(NamedTuple):
             lines.append(f"reward {self.first_reward:.3f} -> {self.last_reward:.3f} in {epochs}")
         if self.output_dir is not None:
             lines.append(f"model in {self.output_dir}")
-        if self.failures:
-            lines.append(self.failures)
+        lines += self.remarks
         if self.restarts:
             lines.append(f"services restarted {self.restarts} time{'s' if self.restarts != 1 else ''}")
         if self.message and not self.exit_code:
@@ -254,23 +253,29 @@ async def let_metrics_catch_up(workspace: Path) -> bool:
     return True
 
 
-async def failures_of(workspace: Path, run_id: str) -> str:
-    """How many rollouts of a run have failed according to the metrics, and by which cause the most; empty if none did.
+async def remarks_of(workspace: Path, run_id: str, config: RunConfig) -> tuple[str, ...]:
+    """How many rollouts of a run have failed and by which cause the most, if any did, and the names of
+    `reward_weights` that no recorded reward has; from the metrics.
 
-    Those that a producer lost or the run cancelled do not count. A failed query is only logged.
+    Rollouts that a producer lost or the run cancelled do not count. A failed query is only logged.
     """
     from rollstream.metrics.sql.client import query
 
-    sql = FAILED.format("', '".join(sorted(NOT_ITS_OWN)), run_id)
+    failed = FAILED.format("', '".join(sorted(NOT_ITS_OWN)), run_id)
+    rewards = f"SELECT DISTINCT name FROM rewards WHERE run_id = '{run_id}'"
     try:
-        result = await asyncio.to_thread(query, workspace, sql, fresh=False)
+        num_rollouts, num_failed, cause = (await asyncio.to_thread(query, workspace, failed, fresh=False)).rows[0]
+        names = {name for (name,) in (await asyncio.to_thread(query, workspace, rewards, fresh=False)).rows}
     except RollstreamError as error:
-        logger.info("the failed rollouts of run_id=%s are not counted: %s", run_id, error)
-        return ""
-    num_rollouts, num_failed, cause = result.rows[0]
-    if not num_failed:
-        return ""
-    return f"{num_failed} of {num_rollouts} rollouts failed, most often by {one_line(cause, MAX_FAILURE)}"
+        logger.info("the metrics of run_id=%s are not summarized: %s", run_id, error)
+        return ()
+    found: list[str] = []
+    if num_failed:
+        found.append(f"{num_failed} of {num_rollouts} rollouts failed, most often by {one_line(cause, MAX_FAILURE)}")
+    if names and (unused := sorted(config.builder.reward_weights.keys() - {OTHERS, *names})):
+        known = one_line(", ".join(sorted(names)))
+        found.append(f"reward_weights: no rollout has a reward {', '.join(unused)}; recorded were {known}")
+    return tuple(found)
 
 
 async def _state(

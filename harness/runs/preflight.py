@@ -19,7 +19,14 @@ from rollstream.eventlog.files import obstacle
 from rollstream.harness.config import nat_workflows
 from rollstream.harness.config.checks import check_hub, check_model, check_ranks, check_teacher
 from rollstream.harness.config.jobs import ENDPOINT, jobs_of, served_models
-from rollstream.harness.config.rewards import check_evaluators, check_examples, check_reward, path_of, permissions_of
+from rollstream.harness.config.rewards import (
+    check_evaluators,
+    check_examples,
+    check_reward,
+    path_of,
+    permissions_of,
+    warn_weights,
+)
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.addresses import check_port, is_this_machine, is_unspecified
 from rollstream.harness.services.optional_dependencies import check_learner, check_quantized
@@ -224,6 +231,7 @@ def check_names(config: RunConfig) -> None:
 
     With external services nothing is imported here: the names are resolved there.
     """
+    warn_weights(config)
     if config.builder.services == "external":
         check_evaluators(config)
         return

@@ -146,11 +146,22 @@ def test_a_run_whose_rollouts_all_fail_is_failed_with_their_causes(tmp_path: Pat
         "rollouts failed:",
         "WHERE o.run_id = 'run-1'",
     )
-    failures = asyncio.run(ending.failures_of(rig.folder, "run-1"))
+    config = rig.loaded.config
+    (failures,) = remarks = asyncio.run(ending.remarks_of(rig.folder, "run-1", config))
     assert re.fullmatch(r"(\d+) of \1 rollouts failed, most often by environment_error: .+", failures)
-    assert f"\n{failures}" in outcome._replace(failures=failures).summary()
-    assert asyncio.run(ending.failures_of(rig.folder, "run-2")) == ""
-    assert asyncio.run(ending.failures_of(rig.folder / "nowhere", "run-1")) == ""
+    assert f"\n{failures}" in outcome._replace(remarks=remarks).summary()
+    assert asyncio.run(ending.remarks_of(rig.folder, "run-2", config)) == ()
+    assert asyncio.run(ending.remarks_of(rig.folder / "nowhere", "run-1", config)) == ()
+
+
+def test_weights_that_no_recorded_reward_has_are_in_the_summary(tmp_path: Path) -> None:
+    rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=1, num_examples=2, curriculum_learning=CUT))
+    ended(rig)
+    weights = {"reward_weights": {"rewrad": 0.5, "*": 1.0, "reward": 1.0}}
+    config = rig.loaded.config.model_copy(update={"builder": rig.loaded.config.builder.model_copy(update=weights)})
+    assert asyncio.run(ending.remarks_of(rig.folder, "run-1", config)) == (
+        "reward_weights: no rollout has a reward rewrad; recorded were reward",
+    )
 
 
 CUT = {"enabled": True, "min_reward_diff": 2.0}

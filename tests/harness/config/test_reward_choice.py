@@ -198,3 +198,12 @@ def test_a_run_from_before_keeps_the_weights_that_it_started_with(config):
     )
     assert weighted_as_recorded(spec, started).rollout == recorded
     assert weighted_as_recorded(spec, None) is spec
+
+
+def test_a_weight_of_a_misspelt_reward_is_warned_of(config, caplog):
+    evaluators = {"brief": {"_type": "regex", "pattern": "a"}, "graded": {"_type": "numeric_match"}}
+    check_names(config(evaluators, rewards=["brief", "graded"], reward_weights={"brief": 0.1, "of_the_code": 1.0}))
+    assert "reward_weights" not in caplog.text
+    check_names(config(evaluators, rewards=["brief", "graded"], reward_weights={"breef": 0.1}))
+    assert "trajectory_builders.b.reward_weights: breef: no reward of the file has this name, and brief" in caplog.text
+    assert "did you mean brief?" in caplog.text
