@@ -17,7 +17,7 @@ from rollstream.eventlog.log import EventLog, Record, TopicPartition
 from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.harness.runs.driver import is_over, lacking, located, reason_to_stop
-from rollstream.harness.runs.follower import Follower, follow
+from rollstream.harness.runs.follower import Follower, follow, records_of
 from rollstream.harness.runs.outcome import NOT_ITS_OWN
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress
@@ -28,10 +28,13 @@ from rollstream.schemas.base import Event
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import LogError, RunFailedError
 from rollstream.schemas.events import EpochStarted, GroupClosed, RolloutFailed, RunStarted
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 
 POLL_S = 0.5
 MAX_SENT = 20_000
 """Events that are remembered as sent: those of the newest epochs."""
+MAX_FAILED_EPOCHS = 3
+"""Epochs in a row without a completed rollout, after which a run stops."""
 FAILURE_KINDS = frozenset({"group_closed", "rollout_failed"})
 FAILURE_POLL_S = 1.0
 
@@ -72,6 +75,8 @@ class Conductor:
         self._sent = RecentSet(MAX_SENT)
         self._held = AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
+        self._completed: dict[str, int] = {}
+        """Newest epoch by job with a completed rollout, at least the newest that was sealed before this process."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -97,6 +102,8 @@ class Conductor:
         follower = await follow(self.log, run_id, from_end=self.run.is_new, on_event=self._on_event)
         self._held.push_async_callback(follower.close)
         self.progress = await follower.catch_up()
+        jobs = self.progress.jobs.items()
+        self._completed = {job_id: job.sealed.epoch for job_id, job in jobs if job.sealed is not None}
         self._run_in_background(self._follow(follower))
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -130,6 +137,7 @@ class Conductor:
         validated = -1
         while True:
             seen = self.num_changes
+            await self.check_rollouts()
             await self.announce(may_start_epoch, validation)
             validated = await self._validate(validation, validated)
             if is_over(self.progress, self.run.jobs, validation):
@@ -166,6 +174,45 @@ class Conductor:
         if beginning:
             self.on_begun()
         await self.send(events)
+
+    async def check_rollouts(self) -> None:
+        """Raises RunFailedError once none of a job's rollouts has completed in the newest MAX_FAILED_EPOCHS epochs.
+
+        Only epochs that were sealed since this process began count, so that the run can go on once the cause is
+        removed. Rollouts that are made elsewhere do not count, nor do those of validations.
+        """
+        for spec in self.run.jobs:
+            job = self.progress.job(spec.job_id)
+            if spec.is_frozen or spec.plan.tasks_of or spec.rollout.environment in MADE_ELSEWHERE:
+                continue
+            if job.sealed is None or job.sealed.is_last:
+                continue
+            known = max(self._completed.get(spec.job_id, -1), job.rewards[-1][0] if job.rewards else -1)
+            if job.sealed.epoch - known >= MAX_FAILED_EPOCHS:
+                await self._check_epochs(spec.job_id, known, job.sealed.epoch)
+
+    async def _check_epochs(self, job_id: str, known: int, newest: int) -> None:
+        run_id, failed, last = self.run.started.run_id, set[int](), None
+        async for received in records_of(self.log, "groups", run_id, run_id, ()):
+            event = received.event
+            if not isinstance(event, GroupClosed) or event.job_id != job_id or event.purpose != "train":
+                continue
+            if not known < event.epoch <= newest:
+                continue
+            if event.members or any(one.outcome in ("complete", "rejected") for one in event.attempts):
+                known = event.epoch
+            elif any(one.outcome == "failed" and one.cause not in NOT_ITS_OWN for one in event.attempts):
+                failed.add(event.epoch)
+                last = event
+        failed = {epoch for epoch in failed if epoch > known}
+        if last is None or len(failed) < MAX_FAILED_EPOCHS:
+            self._completed[job_id] = known if failed else newest
+            return
+        failure = await _failure_of(self.log, last)
+        why = "" if failure is None else f"; the last failed by {failure.cause}: {failure.message}"
+        raise RunFailedError(
+            f"no rollout of job {job_id} completed in the last {len(failed)} epochs{why}; remove the cause"
+        )
 
     async def send(self, events: Sequence[Event]) -> None:
         """Write events that this process has not written yet, in order; returns when they are acknowledged."""
