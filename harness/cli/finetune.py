@@ -196,7 +196,7 @@ def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
 @BOOTSTRAP_SERVERS
 @WORKSPACE
 def runs(bootstrap_servers: str | None, workspace: Path) -> None:
-    """List runs: state, jobs, versions, reward."""
+    """List runs: state, jobs, versions, mean reward of the last epoch."""
     from rollstream.harness.cli.terminal import runs_table
 
     print_runs(workspace, bootstrap_servers, runs_table)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollstream.eventlog.disk_space import FULL
-from rollstream.harness.runs.progress import JobProgress, Progress
+from rollstream.harness.runs.progress import JobProgress, Progress, by_group, rewards_of
 from rollstream.metrics.sql.table import table
 from rollstream.schemas import ids
 from rollstream.schemas.events.run_states import JobState, job_state, run_state
@@ -50,7 +50,7 @@ def runs_table(runs: Sequence[Progress]) -> str:
         )
         for progress in runs
     ]
-    return as_table(("run", "state", "started_at", "jobs", "versions", "reward", "parent"), rows)
+    return as_table(("run", "state", "started_at", "jobs", "versions", "last_epoch_reward", "parent"), rows)
 
 
 def jobs_table(runs: Sequence[Progress], model_group: str | None = None) -> str:
@@ -100,5 +100,7 @@ def _fork(point: ForkPoint | None) -> str:
 
 
 def _reward(progress: Progress) -> str:
-    rewards = [reward for job in progress.jobs.values() for _, reward in job.rewards[-1:]]
-    return f"{rewards[-1]:.3f}" if rewards else ""
+    """Mean of the newest epoch of the newest job that has one, and of those beside it."""
+    planning = [job_id for job_id, job in progress.jobs.items() if not (job.started and job.started.plan.tasks_of)]
+    found = [rewards for job_id in planning if (rewards := rewards_of(progress, job_id))]
+    return by_group({group: f"{rewards[-1]:.3f}" for group, rewards in found[-1].items()}) if found else ""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from rollstream.harness.runs.progress import JobProgress, Progress
+from rollstream.harness.runs.progress import JobProgress, Progress, by_group, rewards_of
 from rollstream.harness.services.live_line import LiveLine
 
 REWARDS_SHOWN = 10
@@ -90,9 +90,11 @@ def line_of(progress: Progress, eta_s: float | None, status: str) -> str:
     else:
         parts.append(f"epoch {_epochs_done(job)}/{job.started.plan.num_epochs}")
         parts.append(f"version {progress.version}")
-        if job.rewards:
-            newest = [reward for _, reward in job.rewards[-REWARDS_SHOWN:]]
-            parts.append(f"reward {sum(newest) / len(newest):.3f}")
+        if rewards := rewards_of(progress, job_id):
+            newest = {group: values[-REWARDS_SHOWN:] for group, values in rewards.items()}
+            num = max(len(values) for values in newest.values())
+            shown = by_group({group: f"{sum(values) / len(values):.3f}" for group, values in newest.items()})
+            parts.append(f"reward {shown} ({f'mean of {num} epochs' if num > 1 else 'last epoch'})")
         parts += _trained(job)
     if eta_s is not None and job.outcome is None:
         parts.append(f"{_duration(eta_s)} left")

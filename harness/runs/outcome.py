@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +14,14 @@ from rollstream.eventlog.log import EventLog
 from rollstream.harness.runs.earlier_output import list_groups, take_output_dir
 from rollstream.harness.runs.follower import records_of, versions_of
 from rollstream.harness.runs.plan import RunPlan
-from rollstream.harness.runs.progress import NOTHING_PUBLISHED, JobProgress, Progress, Published
+from rollstream.harness.runs.progress import (
+    NOTHING_PUBLISHED,
+    JobProgress,
+    Progress,
+    Published,
+    by_group,
+    rewards_of,
+)
 from rollstream.learner.untrained import NOTHING_TRAINED, read_untrained
 from rollstream.processors.curate import gate
 from rollstream.producers.group_execution import CANCELLED
@@ -63,6 +70,8 @@ class Outcome(NamedTuple):
     restarts: int = 0
     logged: tuple[str, ...] = ()
     """Errors of services that the terminal shows already, as `service: message`."""
+    rewards: str = ""
+    """Mean rewards at the beginning and at the end, of each model group."""
     remarks: tuple[str, ...] = ()
     """How many rollouts failed, and weights that no reward had; from the metrics."""
 
@@ -73,7 +82,7 @@ class Outcome(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Values for `--result_json_path`."""
-        found = {name: value for name, value in self._asdict().items() if name not in ("logged", "remarks")}
+        found = {name: value for name, value in self._asdict().items() if name not in ("logged", "rewards", "remarks")}
         return {**found, "output_dir": None if self.output_dir is None else str(self.output_dir)}
 
     def summary(self) -> str:
@@ -82,9 +91,7 @@ class Outcome(NamedTuple):
         lines = [f"run {self.run_id} {self.status}{version} after {self.seconds:.0f} s"]
         if self.message and self.exit_code:
             lines[0] += f": {self._unlogged()}"
-        if self.first_reward is not None and self.last_reward is not None:
-            epochs = f"{self.num_epochs} epoch{'s' if self.num_epochs != 1 else ''}"
-            lines.append(f"reward {self.first_reward:.3f} -> {self.last_reward:.3f} in {epochs}")
+        lines += filter(None, [self.rewards])
         if self.output_dir is not None:
             lines.append(f"model in {self.output_dir}")
         lines += self.remarks
@@ -130,8 +137,11 @@ async def end(
         cause = "completed" if state == "completed" else "failed"
         text = recordable(message, MAX_JOB_ERROR)
         await log.send(RunEnded(run_id=progress.run_id, time_ms=time_ms, cause=cause, message=text))
-    first, last, num_epochs = _rewards(progress, run)
-    return Outcome(progress.run_id, state, progress.version, message, exported, num_epochs, first, last)
+    sealed = progress.job(run.jobs[-1].job_id).sealed
+    num_epochs, means = 0 if sealed is None else sealed.epoch + 1, _means(progress, run)
+    first, last, _ = next(iter(means.values()), (None, None, 0))
+    outcome = Outcome(progress.run_id, state, progress.version, message, exported, num_epochs, first, last)
+    return outcome._replace(rewards=_rewards(means, num_epochs))
 
 
 def is_trained(progress: Progress) -> bool:
@@ -319,12 +329,21 @@ def _export(artifacts: ArtifactStore, weights: WeightsPublished, output_dir: Pat
     export_model(weights, artifacts.fetch(weights.artifact), output_dir)
 
 
-def _rewards(progress: Progress, run: RunPlan) -> tuple[float | None, float | None, int]:
-    """Mean reward at the beginning and at the end of the last job, and its epochs."""
-    job = progress.job(run.jobs[-1].job_id)
-    rewards = [reward for _, reward in job.rewards]
-    num_epochs = 0 if job.sealed is None else job.sealed.epoch + 1
-    if not rewards:
-        return None, None, num_epochs
-    count = max(1, len(rewards) // SHARE_SHOWN)
-    return sum(rewards[:count]) / count, sum(rewards[-count:]) / count, num_epochs
+def _means(progress: Progress, run: RunPlan) -> dict[str, tuple[float, float, int]]:
+    """Mean reward at the beginning and at the end of the last job and those beside it, and the number of epochs that
+    each is of, by model group.
+    """
+    found: dict[str, tuple[float, float, int]] = {}
+    for group, rewards in rewards_of(progress, run.jobs[-1].job_id).items():
+        count = max(1, len(rewards) // SHARE_SHOWN)
+        found[group] = sum(rewards[:count]) / count, sum(rewards[-count:]) / count, count
+    return found
+
+
+def _rewards(means: Mapping[str, tuple[float, float, int]], num_epochs: int) -> str:
+    if not means:
+        return ""
+    shown = by_group({group: f"{first:.3f} -> {last:.3f}" for group, (first, last, _) in means.items()})
+    count = max(count for _, _, count in means.values())
+    which = f"first and last {count}" if count > 1 else "first and last"
+    return f"reward {shown} (mean of the {which} of {num_epochs} epoch{'s' if num_epochs != 1 else ''})"

@@ -122,6 +122,23 @@ class Progress:
         return self.jobs.get(job_id, JobProgress())
 
 
+def rewards_of(progress: Progress, job_id: str) -> dict[str, list[float]]:
+    """Mean rewards of the epochs of a job, and of the jobs beside it that train on its tasks, by model group."""
+    found: dict[str, list[float]] = {}
+    for name, job in sorted(progress.jobs.items(), key=lambda item: item[0] != job_id):
+        is_beside = job.started is not None and job.started.plan.tasks_of == job_id
+        known = job.submitted or job.started
+        if known is not None and job.rewards and (name == job_id or is_beside):
+            found[ids.name_of(known.model_group)] = [reward for _, reward in job.rewards]
+    return found
+
+
+def by_group(texts: Mapping[str, str]) -> str:
+    """A text for each model group, with its name if there are several."""
+    named = len(texts) > 1
+    return ", ".join(f"{group} {text}" if named else text for group, text in texts.items())
+
+
 def evolve(progress: Progress, event: Event) -> Progress:
     """The progress after one more event. Events of other runs and of other kinds change nothing."""
     if event.run_id != progress.run_id:

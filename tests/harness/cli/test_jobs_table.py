@@ -1,5 +1,6 @@
 """The tables of jobs and engines: one line a job, with its state as the log says it, or a model group of an engine."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,9 @@ import pytest
 
 from rollstream.harness.cli.status import engines_table
 from rollstream.harness.cli.terminal import jobs_table, runs_table
+from rollstream.harness.runs.display import line_of
+from rollstream.harness.runs.outcome import Outcome, _means, _rewards
+from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress, evolve
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
@@ -71,6 +75,30 @@ def test_the_table_of_runs_has_the_same_state(script: SimpleNamespace) -> None:
     assert "  rl submitted  " in runs_table([progress])
     progress = evolve(progress, RunEnded(run_id="run-1", time_ms=9, cause="failed"))
     assert "  rl cancelled  " in runs_table([progress])
+
+
+def test_rewards_of_several_model_groups_are_named_with_the_epochs_that_they_are_of(script: SimpleNamespace) -> None:
+    jobs = {"run-1/rl": ("run-1/seekers", ""), "run-1/rl-tellers": ("run-1/tellers", "run-1/rl")}
+    progress = evolve(Progress("run-1"), script.run_started())
+    for num, (job_id, (group, tasks_of)) in enumerate(jobs.items()):
+        spec = script.job_spec("rl", num_epochs=20)
+        common: dict[str, Any] = {"run_id": "run-1", "time_ms": 1, "job_id": job_id, "model_group": group}
+        plan = spec.plan.model_copy(update={"tasks_of": tasks_of})
+        progress = evolve(progress, JobSubmitted(**common, base_version=0, settings=spec.job))
+        progress = evolve(progress, JobStarted(**common, base_version=0, plan=plan, rollout=spec.rollout))
+        for epoch in range(20):
+            sealed = script.sealed(job_id, epoch, is_last=epoch == 19, reward=(epoch + num) / 10)
+            progress = evolve(progress, sealed)
+    (_, row) = runs_table([progress]).splitlines()
+    assert "  seekers 1.900, tellers 2.000" in row
+    spec = script.job_spec("rl")
+    run = RunPlan(script.run_started(), (spec,), is_new=True)
+    outcome = Outcome("run-1", "completed", 1, rewards=_rewards(_means(progress, run), 20))
+    assert outcome.summary().splitlines()[1] == (
+        "reward seekers 0.050 -> 1.850, tellers 0.150 -> 1.950 (mean of the first and last 2 of 20 epochs)"
+    )
+    line = line_of(replace(progress, jobs=dict(sorted(progress.jobs.items(), reverse=True))), None, "")
+    assert "reward seekers 1.450, tellers 1.550 (mean of 10 epochs)" in line
 
 
 def test_a_skipped_job_has_a_line_of_its_own_with_the_version_that_stays(script: SimpleNamespace) -> None:
