@@ -20,13 +20,19 @@ NAMED_RUNS = 10
 
 
 def plot_run(workspace: Path, run_id: str, path: Path, *, fresh: bool = True) -> Path:
-    """Write a PNG of a run's RL epochs. `fresh`: first wait for all that is in the log now.
+    """Write an image of a run's RL epochs. `fresh`: first wait for all that is in the log now.
 
-    Raises QueryError if the run is not known or has no epoch with a reward.
+    `path`: its suffix says the format; without one it is PNG. Raises QueryError for another suffix, and if the run is
+    not known or has no epoch with a reward.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    image_format, known = path.suffix[1:].lower() or "png", FigureCanvasAgg.get_supported_filetypes()
+    if image_format not in known:
+        raise QueryError(f"-o {path}: {path.suffix} is not a format of images; use one of: {', '.join(sorted(known))}")
     figure = reward_figure(epochs_with_reward(workspace, run_id, fresh=fresh), run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    figure.savefig(path, format=image_format)
     return path
 
 

@@ -315,8 +315,9 @@ class _AttemptRunner:
         without = sorted(spoke - rewarded) if None not in rewarded else []
         if without:
             raise rewards.NoScoreError(
-                f"agents without a reward: {', '.join(without)}; give one in environment {settings.environment}, or "
-                f"name a reward function or evaluator (finetuning.reward_function.name)"
+                f"agents without a reward: {', '.join(without)}; give one in environment {settings.environment} "
+                "by `await session.reward(...)`, which does nothing without `await`, or "
+                "name a reward function or evaluator (finetuning.reward_function.name)"
             )
 
 

@@ -170,7 +170,6 @@ def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
 
     The finetune process that conducts it saves the newest model and exits.
     """
-    from rollstream.harness.runs.outcome import is_trained
     from rollstream.harness.runs.plan import look_up
     from rollstream.harness.services.workspace import Workspace, on_log
     from rollstream.schemas.events import RunEnded
@@ -180,16 +179,25 @@ def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
         if progress.ended is not None:
             return f"run {run} had already ended ({progress.ended.cause})"
         await log.send(RunEnded(run_id=run, time_ms=time.time_ns() // 1_000_000, cause="stopped"))
-        summary = f"run {run} stopped at version {progress.version}"
-        if not is_trained(progress):
-            return f"{summary}: nothing was trained"
-        saves = f"`rollstream finetune --config_file FILE --resume {run}`"
-        return f"{summary}; the finetune process that conducts it saves the model; if none is running, use {saves}"
+        return stopped_line(progress)
 
     async def write(log: "EventLog") -> None:
         click.echo(await stopped(log))
 
     on_log(Workspace(workspace), bootstrap_servers, "rollstream-stop", write)
+
+
+def stopped_line(progress: "Progress") -> str:
+    """What `stop` reports of a run that it has stopped."""
+    from rollstream.harness.runs.outcome import is_trained
+
+    run = progress.run_id
+    at = f"at version {progress.version}" if progress.version >= 0 else "before its first version"
+    if not is_trained(progress):
+        return f"run {run} stopped {at}: nothing was trained"
+    saves = f"`rollstream finetune --config_file FILE --resume {run}`"
+    saver = "the finetune process that conducts it saves the model"
+    return f"run {run} stopped {at}; {saver}; if none is running, use {saves}"
 
 
 @click.command()

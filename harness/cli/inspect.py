@@ -67,7 +67,9 @@ def sql(query: str, form: str, output: Path | None, limit: int, no_wait: bool, w
 
 @click.command()
 @click.argument("run")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="PNG file (default: RUN.png).")
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), help="Image file, such as x.png or x.pdf (default: RUN.png)."
+)
 @NO_WAIT
 @WORKSPACE
 def plot(run: str, output: Path | None, no_wait: bool, workspace: Path) -> None:

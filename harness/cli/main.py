@@ -47,7 +47,7 @@ SUMMARIES = {
     "ingest": "Train on the recorded steps of a file.",
     "stop": "Stop a run gracefully.",
     "rollback": "Return a model group of a run to an earlier version.",
-    "runs": "List runs: state, jobs, versions, reward.",
+    "runs": "List runs: state, jobs, versions, mean reward of the last epoch.",
     "jobs": "List training jobs; show or cancel one.",
     "serve": "Run one service until SIGTERM or Ctrl-C.",
     "health": "Check whether a service is alive.",

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from rollstream.producers.rollout import registry
 from rollstream.schemas import errors
-from rollstream.schemas.errors import ConfigError, ModelError, describe, first_invalid, raised_at
+from rollstream.schemas.errors import ConfigError, ModelError, describe, first_invalid, nearest, raised_at
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.variables import one_line
 
@@ -128,6 +128,12 @@ def test_an_error_on_one_line_is_cut_where_it_is_long():
     assert one_line(ValueError("a\n  b\tc")) == "a b c"
     assert one_line("x" * 301) == "x" * 297 + "..."
     assert one_line("x" * 301, None) == "x" * 301
+
+
+def test_two_letters_in_the_wrong_order_are_nearer_than_another_letter():
+    assert nearest("gpro", ["dapo", "gspo", "grpo"]) == "grpo"
+    assert nearest("gsp", ["grpo", "gspo"]) == "gspo"
+    assert nearest("sft", ["grpo", "gspo"]) is None
 
 
 def test_an_error_is_cut_after_its_secrets_are_concealed(monkeypatch: pytest.MonkeyPatch) -> None:

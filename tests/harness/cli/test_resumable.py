@@ -1,4 +1,4 @@
-"""When `finetune` ends before its run, it shows how to continue."""
+"""When `finetune` ends before its run, it shows how to continue; what `stop` reports."""
 
 import asyncio
 import errno
@@ -10,10 +10,11 @@ import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.finetune import _interruption
+from rollstream.harness.cli.finetune import _interruption, stopped_line
 from rollstream.harness.cli.main import one_line
 from rollstream.harness.finetune import Interrupted, _Conducted, _resumable
 from rollstream.harness.runs.plan import RunPlan
+from rollstream.harness.runs.progress import Progress, evolve
 from rollstream.harness.runs.run_context import RunContext
 from rollstream.harness.services.supervisor import Supervisor
 from rollstream.schemas.errors import LogError, StoreUnavailableError
@@ -50,3 +51,10 @@ def test_an_interrupted_run_can_be_resumed_only_once_the_log_has_it(run: RunCont
     assert RESUMES in _interruption(Interrupted(signal.SIGINT, _Conducted(run, is_open=True)), None)
     ended = _interruption(Interrupted(signal.SIGINT, _Conducted(run, is_open=False)), None)
     assert ended == "interrupted; run run-1 has ended"
+
+
+def test_a_run_without_a_version_is_stopped_before_its_first_one(script: SimpleNamespace) -> None:
+    progress = evolve(Progress("run-1"), script.run_started())
+    assert stopped_line(progress) == "run run-1 stopped before its first version: nothing was trained"
+    progress = evolve(progress, script.published(0, "run-1/rl"))
+    assert stopped_line(progress) == "run run-1 stopped at version 0: nothing was trained"

@@ -202,6 +202,11 @@ def test_a_run_is_drawn(tmp_path: Path, synthetic: Any) -> None:
     path = plot_run(tmp_path, synthetic.run_id, tmp_path / "plots" / "run.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 20_000
+    assert plot_run(tmp_path, synthetic.run_id, tmp_path / "run.pdf").read_bytes().startswith(b"%PDF")
+    assert plot_run(tmp_path, synthetic.run_id, tmp_path / "run").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(QueryError, match=r"run\.xyz: \.xyz is not a format of images; use one of: .*pdf, .*png"):
+        plot_run(tmp_path, synthetic.run_id, tmp_path / "run.xyz")
+    assert not (tmp_path / "run.xyz").exists()
     assert len(query(tmp_path, "SELECT * FROM epoch_summary").rows) == 12
 
 

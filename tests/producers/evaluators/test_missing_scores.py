@@ -114,3 +114,4 @@ def test_an_agent_that_nobody_rewards_is_named(play):
     failed = play(task_of("test_rewards_one_of_two", agents={"ann": GROUP, "bob": GROUP})).last
     assert failed.cause == "reward_error"
     assert "agents without a reward: bob" in failed.message
+    assert "by `await session.reward(...)`, which does nothing without `await`" in failed.message
