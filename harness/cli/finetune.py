@@ -188,7 +188,7 @@ def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
 
 
 def stopped_line(progress: "Progress") -> str:
-    """What `stop` reports of a run that it has stopped."""
+    """The report of `stop` about a run that it has stopped."""
     from rollstream.harness.runs.outcome import is_trained
 
     run = progress.run_id

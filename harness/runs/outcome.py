@@ -73,7 +73,7 @@ class Outcome(NamedTuple):
     rewards: str = ""
     """Mean rewards at the beginning and at the end, of each model group."""
     remarks: tuple[str, ...] = ()
-    """How many rollouts failed, and weights that no reward had; from the metrics."""
+    """Number of failed rollouts, and weights that no reward had; from the metrics."""
 
     @property
     def exit_code(self) -> int:
@@ -264,8 +264,8 @@ async def let_metrics_catch_up(workspace: Path) -> bool:
 
 
 async def remarks_of(workspace: Path, run_id: str, config: RunConfig) -> tuple[str, ...]:
-    """How many rollouts of a run have failed and by which cause the most, if any did, and the names of
-    `reward_weights` that no recorded reward has; from the metrics.
+    """The number of failed rollouts and their most frequent cause, if any failed, and the names of `reward_weights` that
+    no recorded reward has; from the metrics.
 
     Rollouts that a producer lost or the run cancelled do not count. A failed query is only logged.
     """

@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.learner.model import export, ranks
+    from rollstream.learner.model import export, loading, ranks
 
-__all__ = ["export", "ranks"]
+__all__ = ["export", "loading", "ranks"]

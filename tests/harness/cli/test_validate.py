@@ -186,7 +186,7 @@ def test_a_configuration_that_finetune_refuses_is_refused(
     assert entries(tmp_path) == before
 
 
-def test_what_a_local_model_cannot_use_is_said(
+def test_names_and_lengths_that_a_local_model_does_not_have_are_warned_of(
     tmp_path: Path, written: dict[str, Any], write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = written["trainer_adapters"]["a"]["model"]
