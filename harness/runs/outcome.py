@@ -264,8 +264,8 @@ async def let_metrics_catch_up(workspace: Path) -> bool:
 
 
 async def remarks_of(workspace: Path, run_id: str, config: RunConfig) -> tuple[str, ...]:
-    """The number of failed rollouts and their most frequent cause, if any failed, and the names of `reward_weights` that
-    no recorded reward has; from the metrics.
+    """The number of failed rollouts and their most frequent cause, if any failed, and names of `reward_weights` that no
+    recorded reward has; from the metrics.
 
     Rollouts that a producer lost or the run cancelled do not count. A failed query is only logged.
     """
