@@ -80,7 +80,7 @@ async def verify(
     weights.compare_sampled(events, {name: by for part in folded for name, by in part.versions.items()}, report)
     report.add(others)
     on_progress("weights and checkpoints")
-    weights.compare(events, artifacts, checkpoints, report, has_checkpoints=has_checkpoints)
+    await weights.compare(log, events, artifacts, checkpoints, report, has_checkpoints=has_checkpoints)
     await weights.compare_scores(log, events, report)
     return report
 

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, Received
+from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.learner import retention
 from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in, inspect
 from rollstream.learner.progress import GroupState, LogState, evolve
@@ -45,7 +46,8 @@ def model_groups(events: RunEvents) -> list[str]:
     return list(dict.fromkeys(job.model_group for job, _ in jobs if job.settings.kind != EXTERNAL))
 
 
-def compare(
+async def compare(
+    log: EventLog,
     events: RunEvents,
     artifacts: ArtifactStore,
     checkpoints: Path | None,
@@ -56,30 +58,37 @@ def compare(
     """Hold versions, artifacts and checkpoint files against the record.
 
     Artifacts that were collected are only counted, and so are those that are gone without a record of it, unless they
-    are of versions that every collection keeps. An export (`checkpoints` is None) need not hold those either.
+    are of versions that every collection keeps. An export (`checkpoints` is None) need not hold those either. A learner
+    that goes on may have collected them since the log was read; the log has the record before the file is removed.
     `has_checkpoints`: the run was trained where `checkpoints` is, so all are there that no pruning removes.
     """
     state, needs = log_state(events), _needs(events)
-    collected = {
-        (event.model_group, version)
-        for event, _ in of_type(events.by_topic.get("weights", ()), WeightsCollected)
-        for version in event.versions
-    }
+    collected = _collected(events.by_topic.get("weights", ()))
+    gone: dict[tuple[str, int], WeightsPublished] = {}
     for name in model_groups(events):
         group = state.group(name)
-        kept = needs.group(name).kept(()) if checkpoints is not None else set[int]()
         _versions(name, group, report)
         _origins(events, name, group, report)
         for version, published in sorted(group.published.items()):
             if (name, version) in collected:
                 report.count("artifacts collected")
-            else:
-                _artifact(f"{name} v{version}", published, artifacts, report, is_kept=version in kept)
+            elif _is_gone(f"{name} v{version}", published, artifacts, report):
+                gone[name, version] = published
         if checkpoints is not None:
             folder = checkpoints / quote(name, safe="")
             _checkpoints(events, name, group, folder, report)
             if has_checkpoints:
                 _kept_checkpoints(events, name, group, folder, report)
+    since = _collected(await _weights_since(log, events)) if gone else set[tuple[str, int]]()
+    for (name, version), published in gone.items():
+        if (name, version) in since:
+            report.count("artifacts collected")
+        elif checkpoints is not None and version in needs.group(name).kept(()):
+            missing = f"{MISSING}: the file is gone, and no collection removes it"
+            what = f"{name} v{version}, artifact {published.artifact.uri}"
+            report.differ("weights", what, published.artifact.sha256, missing)
+        else:
+            report.count("artifacts gone")
 
 
 async def compare_scores(log: EventLog, events: RunEvents, report: Report) -> None:
@@ -221,24 +230,31 @@ def _origins(events: RunEvents, name: str, group: GroupState, report: Report) ->
             report.differ("weights", what, ", ".join(map(str, origin)), ", ".join(map(str, origins[version])))
 
 
-def _artifact(
-    what: str, published: WeightsPublished, artifacts: ArtifactStore, report: Report, *, is_kept: bool
-) -> None:
+def _collected(weights: Iterable[Received]) -> set[tuple[str, int]]:
+    """Model group and version of every artifact that a collection removed, or is about to remove."""
+    return {
+        (event.model_group, version) for event, _ in of_type(weights, WeightsCollected) for version in event.versions
+    }
+
+
+async def _weights_since(log: EventLog, events: RunEvents) -> list[Received]:
+    """Events in `weights` behind those of `events`, up to its present end."""
+    starts = {partition: end for partition, (_, end) in events.kept.get("weights", {}).items()}
+    since = [decoded(record) async for record in read_to_end(log, "weights", starts)]
+    return [received for received in since if received is not None]
+
+
+def _is_gone(what: str, published: WeightsPublished, artifacts: ArtifactStore, report: Report) -> bool:
+    """Whether there is no file of an artifact; if there is one, hold it against its digest."""
     try:
         artifacts.check(published.artifact)
     except ArtifactError as error:
-        is_gone = isinstance(error.__cause__, FileNotFoundError)
-        if is_gone and is_kept:
-            missing = f"{MISSING}: the file is gone, and no collection removes it"
-            report.differ("weights", f"{what}, artifact {published.artifact.uri}", published.artifact.sha256, missing)
-        elif is_gone:
-            report.count("artifacts gone")
-        else:
-            report.differ(
-                "weights", f"{what}, artifact {published.artifact.uri}", published.artifact.sha256, str(error)
-            )
+        if isinstance(error.__cause__, FileNotFoundError):
+            return True
+        report.differ("weights", f"{what}, artifact {published.artifact.uri}", published.artifact.sha256, str(error))
     else:
         report.count("artifacts")
+    return False
 
 
 def _is_ahead(events: RunEvents, group: GroupState, version: int, job_id: str) -> bool:

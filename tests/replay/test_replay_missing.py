@@ -7,6 +7,7 @@ from dataclasses import replace
 import orjson
 import pytest
 
+from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.harness.services.workspace import Workspace
 from rollstream.learner.retrain import Retraining
@@ -15,7 +16,7 @@ from rollstream.replay.source import read_run
 from rollstream.replay.training import recorded_jobs
 from rollstream.schemas import ids
 from rollstream.schemas.errors import DecodeError, TruncatedError
-from rollstream.schemas.events import JobCancelled, LearnerClaimed, WeightsLoaded
+from rollstream.schemas.events import JobCancelled, LearnerClaimed, WeightsCollected, WeightsLoaded, WeightsPublished
 from rollstream.schemas.permissions import Permissions
 from tests.rigs.runs import replay_rig
 from tests.rigs.runs.recorded_run import EPOCHS, JOB
@@ -216,6 +217,26 @@ def test_artifacts_that_were_removed_by_hand_are_found(run, tmp_path):
     differences = [str(one) for one in verified(run).differences]
     assert len(differences) == EPOCHS + 1
     assert all("the file is gone, and no collection removes it" in one for one in differences)
+
+
+def test_an_artifact_that_is_collected_while_a_replay_verifies_is_no_difference(run, tmp_path):
+    run.artifacts = ArtifactStore(str(shutil.copytree(run.artifacts.uri, tmp_path / "store")))
+
+    def collect(stage):
+        """Collect a version when the log was read, as a learner that goes on does."""
+        if stage != "weights and checkpoints":
+            return
+        records, index = run.find("weights", "weights_published", -1)
+        published = WeightsPublished.model_validate_json(records[index].value)
+        one = {"versions": (EPOCHS,), "weights_sha256": (published.weights_sha256,), "artifacts": (published.artifact,)}
+        collected = WeightsCollected(run_id="replayed", time_ms=1, model_group="replayed/policy", by="l", **one)
+        encoded = codec.encode(collected)
+        run.log._append(encoded.topic, encoded.key, encoded.value, encoded.headers, None)
+        (tmp_path / "store" / published.artifact.uri).unlink()
+
+    report = verified(run, on_progress=collect)
+    assert report.differences == []
+    assert report.counts["artifacts collected"] == 1
 
 
 def test_checkpoints_that_were_removed_by_hand_are_found_where_the_run_was_trained(run, tmp_path):
