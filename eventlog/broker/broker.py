@@ -22,6 +22,7 @@ from rollstream.eventlog.broker import guard, install
 from rollstream.eventlog.broker.class_archive import ClassArchive
 from rollstream.eventlog.broker.credentials import HOST, MECHANISM, USER, Credentials, block, connection, password_file
 from rollstream.eventlog.broker.ports import answers, free_ports, is_free
+from rollstream.eventlog.broker.watch import MIN_FREE_BYTES
 from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import make_private
 from rollstream.schemas.errors import BrokerError, BrokerLostError
@@ -306,14 +307,25 @@ def _take_lock(path: Path, workspace: Path) -> int:
             holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
             if _is_alive(holder) or time.monotonic() > deadline:
                 os.close(lock)
-                raise BrokerError(
-                    f"workspace {workspace} is in use: its broker was started by process {holder or 'unknown'}; use "
-                    f"or stop that broker, or give another --workspace"
-                ) from None
+                raise BrokerError(_held(workspace, holder or "unknown")) from None
             time.sleep(0.1)
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
+
+
+def _held(workspace: Path, holder: str) -> str:
+    """The message about a workspace that another process has locked, whose broker may have died on a full disk."""
+    free_bytes = shutil.disk_usage(workspace / "broker").free
+    if free_bytes < MIN_FREE_BYTES and find_running(workspace) is None:
+        return (
+            f"the broker of workspace {workspace}, which process {holder} started, is paused: its disk is full, "
+            f"{free_bytes:,} bytes are free; free space there"
+        )
+    return (
+        f"workspace {workspace} is in use: its broker was started by process {holder}; use or stop that broker, or "
+        "give another --workspace"
+    )
 
 
 def _is_alive(pid: str) -> bool:

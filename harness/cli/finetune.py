@@ -12,6 +12,7 @@ import click
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, TRUST, WORKSPACE
 from rollstream.harness.services.concealing import conceal_logs
 from rollstream.harness.services.live_line import clear_line, terminal_behind
+from rollstream.harness.services.log_handlers import LogFileHandler, StreamHandler
 from rollstream.schemas.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def print_runs(workspace: Path, bootstrap_servers: str | None, report: "Callable
     on_log(Workspace(workspace), bootstrap_servers, "rollstream-runs", show)
 
 
-class _TerminalHandler(logging.StreamHandler[TextIO]):
+class _TerminalHandler(StreamHandler):
     """Clears the live line before every log record; it is drawn again below."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -243,14 +244,12 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
 
 def _configure_logging(workspace: Path) -> None:
     """Log everything to the workspace's log file and warnings to the terminal too."""
-    from logging.handlers import RotatingFileHandler
-
     from rollstream.eventlog.broker.guard import MAX_LOG_BYTES
     from rollstream.harness.services.workspace import Workspace
 
     layout = Workspace(workspace)
     layout.create()
-    to_file = RotatingFileHandler(layout.logs / "finetune.log", maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
+    to_file = LogFileHandler(layout.logs / "finetune.log", maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     _log_to((to_file, _terminal_handler()), logging.INFO)
     logging.getLogger("aiokafka").setLevel(logging.WARNING)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rollstream.harness.services.concealing import conceal_logs
+from rollstream.harness.services.log_handlers import StreamHandler
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.variables import conceal_variables, variables_in
 
@@ -118,7 +119,7 @@ def _configure_logging() -> None:
     logging.basicConfig(
         level=level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
+        handlers=[StreamHandler(sys.stderr)],
         force=True,
     )
     conceal_logs()

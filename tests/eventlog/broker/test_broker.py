@@ -215,6 +215,19 @@ def test_a_full_disk_is_reported_although_the_brokers_log_is_empty(
     assert EmbeddedBroker(workspace)._last_words().startswith("its disk is full (see ")
 
 
+def test_a_broker_that_is_down_on_a_full_disk_is_not_said_to_be_in_use(
+    parent: subprocess.Popen[str], workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker, "MIN_FREE_BYTES", sys.maxsize)
+    with pytest.raises(BrokerError, match="is in use: "):  # it answers
+        EmbeddedBroker(workspace).start()
+    killed = broker_json(workspace)["broker_pid"]
+    os.kill(killed, signal.SIGKILL)
+    await_end(killed)
+    with pytest.raises(BrokerError, match=rf"process {parent.pid} started, is paused: its disk is full, .* free space"):
+        EmbeddedBroker(workspace).start()
+
+
 def test_data_without_their_properties_are_not_made_another_clusters(workspace: Path) -> None:
     with EmbeddedBroker(workspace):
         pass
