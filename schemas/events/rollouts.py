@@ -378,6 +378,7 @@ class TrajectoryAssembled(RolloutEvent):
     """Weighted sum of the scores that compare a step with other answers to the same prompt, by step index."""
     sequences: tuple[TokenSequence, ...]
     num_steps: int
+    """Steps of the rollout, those of other agents included."""
     steps_digest: str
     """The chained digest of RolloutEnded: names every step that this was made from."""
     num_dead_tokens: int = added(0, ge=0)
