@@ -106,7 +106,7 @@ def health(name: str, workspace: Path) -> None:
     if sign is None:
         click.echo(f"{name}: no heartbeat found in {workspace}; start the service, or give its --workspace", err=True)
         sys.exit(1)
-    click.echo(f"{name}: {'alive' if sign.is_alive else 'silent'}, last sign {sign.age_s:.0f} s ago")
+    click.echo(f"{name}: {sign.state}, last sign {sign.age_s:.0f} s ago")
     sys.exit(0 if sign.is_alive else 1)
 
 

@@ -50,7 +50,7 @@ def lag(
 
 def _services(workspace: Workspace) -> str:
     signs = read_signs(workspace.health)
-    rows = [(sign.name, "alive" if sign.is_alive else "silent", f"{sign.age_s:.0f} s ago") for sign in signs]
+    rows = [(sign.name, sign.state, f"{sign.age_s:.0f} s ago") for sign in signs]
     return as_table(("service", "state", "last sign"), rows) if rows else "no services are running in this workspace"
 
 

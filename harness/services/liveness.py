@@ -2,7 +2,8 @@
 
 It shows that the event loop runs, not that the service makes progress; `rollstream status` shows lag. Its age is
 measured with the monotonic clock, which all processes of a machine share, does not jump with the wall clock, and on
-Linux and macOS stops while the machine is suspended. For a heartbeat of another machine, the file's date is used. Also
+Linux and macOS stops while the machine is suspended. For a heartbeat of another machine, the file's date is used. A
+process that this one could see, and that has ended without removing the file, is dead whatever its age. Also
 kills a child when its parent dies for any reason. The child sets this up itself, so the parent needs no fork code.
 Systems other than Linux only check once. A child also gives up its parent's terminal.
 """
@@ -40,11 +41,18 @@ class Sign(NamedTuple):
     name: str
     pid: int
     age_s: float
+    has_ended: bool = False
+    """Whether its process is gone; not known of another machine or container."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the heartbeat is recent."""
-        return self.age_s <= FRESH_S
+        """Whether the heartbeat is recent, and its process may still run."""
+        return self.age_s <= FRESH_S and not self.has_ended
+
+    @property
+    def state(self) -> str:
+        """`alive`, `dead` or, if that is not known, `silent`."""
+        return "dead" if self.has_ended else "alive" if self.is_alive else "silent"
 
 
 async def beat(
@@ -80,7 +88,9 @@ def read_sign(folder: Path, name: str) -> Sign | None:
         by_clock_s = time.monotonic() - float(content.get("monotonic_s", "inf"))
         if content.get("boot") == _boot_id() and by_clock_s >= 0:
             age_s = by_clock_s
-        return Sign(str(content["service"]), name, int(content["pid"]), max(0.0, age_s))
+        pid = int(content["pid"])
+        is_ours = (content.get("boot"), content.get("pids")) == (_boot_id(), _pid_namespace())
+        return Sign(str(content["service"]), name, pid, max(0.0, age_s), is_ours and not _runs(pid))
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
         return None
 
@@ -88,7 +98,8 @@ def read_sign(folder: Path, name: str) -> Sign | None:
 def _write(path: Path, service: str, pid: int) -> None:
     """Replace the file atomically; on a full disk, overwrite the existing one with the same number of bytes."""
     now_s = f"{time.monotonic():020.3f}"
-    content = json.dumps({"service": service, "pid": pid, "boot": _boot_id(), "monotonic_s": now_s}).encode()
+    where = {"boot": _boot_id(), "pids": _pid_namespace()}
+    content = json.dumps({"service": service, "pid": pid, **where, "monotonic_s": now_s}).encode()
     try:
         write_whole(path, content, is_synced=False, is_private=False, is_alone=True)
     except OSError:
@@ -104,6 +115,31 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
+
+
+@functools.cache
+def _pid_namespace() -> str:
+    """Identifies the process ids of a heartbeat: containers of one machine have their own."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this machine runs; one that its parent has yet to reap does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] != "Z"
+        )
+    except (OSError, IndexError):
+        return True
 
 
 def read_signs(folder: Path) -> list[Sign]:

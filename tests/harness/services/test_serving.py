@@ -143,6 +143,32 @@ def test_an_old_sign_is_not_alive(tmp_path: Path) -> None:
     assert not sign.is_alive
 
 
+BEATING = """
+import asyncio, pathlib, sys
+from rollstream.harness.services.liveness import beat
+asyncio.run(beat(pathlib.Path(sys.argv[1]), "learner", "learner-1"))
+"""
+
+
+def test_a_service_that_was_killed_is_dead_as_soon_as_its_process_is_gone(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", BEATING, str(tmp_path)]) as process:
+        while (sign := read_sign(tmp_path, "learner-1")) is None:
+            time.sleep(0.01)
+        assert (sign.pid, sign.state) == (process.pid, "alive")
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        for _ in ("not reaped", "reaped"):
+            sign = read_sign(tmp_path, "learner-1")
+            assert sign is not None
+            assert (sign.state, sign.is_alive) == ("dead", False)
+            process.wait()
+    path = tmp_path / "learner-1.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pids": "of another container"}))
+    sign = read_sign(tmp_path, "learner-1")
+    assert sign is not None
+    assert sign.is_alive, "whether its process runs is not known"
+
+
 def test_a_jump_of_the_wall_clock_makes_no_sign_old_or_young(tmp_path: Path) -> None:
     async def scenario() -> None:
         beating = asyncio.create_task(beat(tmp_path, "learner", "learner-1"))
