@@ -36,6 +36,8 @@ REDRIVEN_TO = "rollstream.redriven.to"
 """Header of the record in `dlq` that marks a redrive: the new position of the redriven record."""
 FOLD = "fold"
 """Stage of a record that is an event, and on which a fold raised."""
+LINES = "ingest"
+"""Topic named in letters of lines that could not be ingested: the key is their file, the offset the line's number."""
 MAX_MESSAGE_BYTES = 4096
 REFERENCE_BYTES = 8192
 """More than a reference in a header takes."""

@@ -1,7 +1,7 @@
 """Commands `dlq list`, `dlq show` and `dlq redrive`: options and formatting only; `dead_letters` does the work."""
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,7 +48,7 @@ def list_letters(
     else:
         header = ("number", "time", "record", "service", "stage", "redriven", "reason")
         click.echo(as_table(header, [_row(letter) for letter in letters]))
-        click.echo("`dlq show NUMBER` shows one; `dlq redrive NUMBER --value FILE` sends it corrected", err=True)
+        click.echo(f"`dlq show NUMBER` shows one; {_remedies(letters)}", err=True)
 
 
 @dlq.command()
@@ -75,6 +75,8 @@ def show(number: int, limit: int, raw: Path | None, bootstrap_servers: str | Non
             )
         raw.write_bytes(record.value)
     click.echo("\n".join(_report(letter, stored, record, limit)))
+    if letter.is_line:
+        click.echo(_remedies([letter]), err=True)
 
 
 @dlq.command()
@@ -119,6 +121,16 @@ def _on_the_log(
     workspace: Path, bootstrap_servers: str | None, work: "Callable[[EventLog], Coroutine[Any, Any, T]]"
 ) -> T:
     return on_log(Workspace(workspace), bootstrap_servers, "rollstream-dlq", work)
+
+
+def _remedies(letters: "Sequence[Letter]") -> str:
+    """How to correct the records of letters: those of the log, and lines that were to be ingested."""
+    remedies = {
+        False: "`dlq redrive NUMBER --value FILE` sends it corrected",
+        True: "correct the line of a letter of service ingest in its file, and ingest it again",
+    }
+    are_lines = {letter.is_line for letter in letters}
+    return "; ".join(text for is_line, text in remedies.items() if is_line in are_lines)
 
 
 def _row(letter: "Letter") -> tuple[object, ...]:

@@ -25,8 +25,6 @@ from rollstream.schemas.kafka import KafkaSettings
 
 FOLDER = "ingested"
 """Folder of the workspace for datasets of recorded rollouts, by the content of their files."""
-TOPIC = "ingest"
-"""Topic named in dead letters of lines; the offset is the line's number."""
 
 Overrides = tuple[tuple[str, str], ...]
 
@@ -108,11 +106,11 @@ async def _send_dead_letter(
 
 async def send_letters(log: Any, artifacts: Any, bad: Sequence[BadLine], file: Path) -> None:
     """Send a dead letter for each bad line, in order."""
-    from rollstream.eventlog.dead_letters import send_dead_letter
+    from rollstream.eventlog.dead_letters import LINES, send_dead_letter
     from rollstream.eventlog.log import Record
 
     for line in bad:
-        record = Record(TOPIC, 0, line.number, str(file).encode(), line.raw, (), 0)
+        record = Record(LINES, 0, line.number, str(file).encode(), line.raw, (), 0)
         error = DecodeError(f"{file} line {line.number}: {line.reason}")
         await send_dead_letter(log, record, service="ingest", stage="line", error=error, artifacts=artifacts)
 

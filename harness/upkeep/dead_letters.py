@@ -42,6 +42,11 @@ class Letter:
     redriven_to: tuple[Position, ...] = ()
     """Positions to which its record was sent again, by this or another letter of the same record."""
 
+    @property
+    def is_line(self) -> bool:
+        """Whether it is about a line that was to be ingested, which is not in the log."""
+        return self.came_from is not None and self.came_from.topic == dead_letters.LINES
+
 
 @dataclass(frozen=True, slots=True)
 class Redrive:
@@ -140,6 +145,12 @@ def _corrected(record: Record, value: bytes | None) -> Record:
 
 
 async def _checked(log: EventLog, number: int, record: Record, *, force: bool) -> Record:
+    if record.topic == dead_letters.LINES:
+        file = (record.key or b"").decode(errors="replace")
+        raise LogError(
+            f"dead letter {number} is line {record.offset} of {file}, not a record of the log; correct the line and "
+            "ingest it again"
+        )
     if record.topic not in TOPICS or not 0 <= record.partition < await log.num_partitions(record.topic):
         raise LogError(
             f"dead letter {number} came from {format_position(record.position)}, but this partition does not "

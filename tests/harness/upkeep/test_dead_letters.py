@@ -14,6 +14,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import REDRIVEN_FROM, original, send_dead_letter
 from rollstream.eventlog.log import Headers, Position, TopicPartition, format_position, partition_of
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.cli.dlq import _remedies
 from rollstream.harness.recorded.ingest import send_letters
 from rollstream.harness.recorded.lines import BadLine
 from rollstream.harness.upkeep.dead_letters import Letter, Redrive, prepare, read_letter, read_letters, send
@@ -191,6 +192,25 @@ def test_a_redriven_record_that_dies_again_is_a_letter_of_its_own() -> None:
         assert [content for name, content in record.headers if name == REDRIVEN_FROM] == [
             f"dlq/0@{second.offset}".encode()
         ]
+
+    asyncio.run(go())
+
+
+def test_a_line_that_was_to_be_ingested_is_refused_with_what_to_do() -> None:
+    async def go() -> None:
+        log = MemoryLog(num_partitions=PARTITIONS)
+        await send_letters(log, STORE, [BadLine(41, b"{", "not JSON")], Path("in.jsonl"))
+        with pytest.raises(
+            LogError, match=r"dead letter 0 is line 41 of in\.jsonl, .*; correct the line and ingest it"
+        ):
+            await redrive(log, 0, value=b"{}")
+        (letter,) = await read_letters(log)
+        assert _remedies([letter]) == "correct the line of a letter of service ingest in its file, and ingest it again"
+        number = await add_dead_letter(log, b"{")
+        letters = await read_letters(log)
+        assert _remedies(letters[1:]) == "`dlq redrive NUMBER --value FILE` sends it corrected"
+        assert _remedies(letters) == f"{_remedies(letters[1:])}; {_remedies(letters[:1])}"
+        assert letters[1].number == number
 
     asyncio.run(go())
 
