@@ -45,5 +45,5 @@ class LogFileHandler(_Dropping, RotatingFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line; the file is opened again if a rotation could close but not replace it."""
         if self.stream is not None and self.stream.closed:
-            self.stream = None  # pyright: ignore[reportAttributeAccessIssue]
+            self.stream = None
         super().emit(record)

@@ -17,6 +17,7 @@ def test_a_log_on_a_full_disk_says_so_once_and_goes_on_when_there_is_room(
     path = tmp_path / "finetune.log"
     to_file, to_terminal = LogFileHandler(path), logging.StreamHandler()
     monkeypatch.setattr(logging.root, "handlers", [to_file, to_terminal])
+    assert to_file.stream is not None
     to_file.stream.close()
     to_file.stream = Path("/dev/full").open("w")  # noqa: SIM115 - the handler closes it
     for number in range(3):
