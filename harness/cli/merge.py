@@ -90,12 +90,17 @@ def check_base(path: str, target: str) -> None:
 
 async def published_version(log: "EventLog", target: "Target") -> tuple["WeightsPublished", str]:
     """A version's publication, and why its weights were removed, if they were. Raises ConfigError if there is none."""
-    from rollstream.harness.runs.follower import versions_of
+    from rollstream.harness.runs.follower import read_runs, versions_of
 
     group, collected = await versions_of(log, target.model_group, target.version)
     if target.version in group.published:
         return group.published[target.version], "" if collected is None else collected.reason
-    kept = f"has {min(group.published)} to {max(group.published)}" if group.published else "has none"
+    if group.published:
+        kept = f"has {min(group.published)} to {max(group.published)}"
+    else:
+        runs = [progress for progress in await read_runs(log) if progress.run_id == target.run_id]
+        others = ", ".join(sorted(name for progress in runs for name in progress.published))
+        kept = f"has none, those of the run are {others}" if others else "has none"
     raise ConfigError(
         f"{target}: there is no such version, the model group {kept}; `rollstream jobs` lists runs and model groups"
     )

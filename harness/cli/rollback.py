@@ -36,10 +36,12 @@ class Target(NamedTuple):
     @property
     def fork(self) -> str:
         """Advice on beginning a new run from it."""
-        name = ids.name_of(self.model_group)
+        name, fork = ids.name_of(self.model_group), ids.version_name(self.run_id, self.version)
         if name != ids.MODEL_GROUP:
-            return f"begin a new run with `model_groups.{name}.version: {self}`"
-        fork = ids.version_name(self.run_id, self.version)
+            return (
+                f"begin a new run with `rollstream finetune --fork {fork}`, from that version of every model group, or "
+                f"with `model_groups.{name}.version: {self}`, from this one alone"
+            )
         return f"begin a new run from it with `rollstream finetune --fork {fork}`"
 
 

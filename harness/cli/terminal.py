@@ -54,7 +54,10 @@ def runs_table(runs: Sequence[Progress]) -> str:
 
 
 def jobs_table(runs: Sequence[Progress], model_group: str | None = None) -> str:
-    """One row per job, of one model group if it is given: versions trained, of those planned so far, of the maximum."""
+    """One row per job, of one model group if it is given: versions trained, of those planned so far, of the maximum.
+
+    Versions of rollbacks, which adopt an earlier one, count in all three.
+    """
     rows = [
         _job_row(progress, job_id, job)
         for progress in runs
@@ -89,7 +92,7 @@ def _job_row(progress: Progress, job_id: str, job: JobProgress) -> tuple[object,
         submitted.settings.algorithm.name,
         job.trained.version - submitted.base_version if job.trained else 0,
         job.num_planned,
-        submitted.settings.num_versions,
+        submitted.settings.num_versions + job.num_adopted,
         submitted.base_version,
         _fork(submitted.fork),
     )

@@ -49,6 +49,8 @@ class JobProgress:
     num_groups: int = 0
     num_trained_groups: int = 0
     num_planned: int = 0
+    num_adopted: int = 0
+    """Those of the planned versions that adopt an earlier one; its settings do not count them."""
     trained: StepTrained | None = None
     """The newest trained step."""
     percent: float = 0.0
@@ -191,7 +193,7 @@ def _evolve_job(job: JobProgress, event: Event) -> JobProgress:
         case EpochSealed():
             return _sealed(job, event)
         case BatchPlanned():
-            return replace(job, num_planned=max(job.num_planned, event.index + 1))
+            return _planned(job, event)
         case StepTrained():
             return _trained(job, event)
         case JobProgressed():
@@ -213,6 +215,12 @@ def _sealed(job: JobProgress, event: EpochSealed) -> JobProgress:
         num_groups=job.num_groups + event.num_groups,
         num_trained_groups=job.num_trained_groups + event.num_trained_groups,
     )
+
+
+def _planned(job: JobProgress, event: BatchPlanned) -> JobProgress:
+    if event.index < job.num_planned:
+        return job
+    return replace(job, num_planned=event.index + 1, num_adopted=job.num_adopted + (event.adopts is not None))
 
 
 def _validated(job: JobProgress, event: GroupClosed) -> JobProgress:

@@ -14,6 +14,7 @@ from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress, evolve
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
+    BatchPlanned,
     JobCancelled,
     JobFailed,
     JobSkipped,
@@ -52,6 +53,19 @@ def test_a_row_has_the_submitted_job_and_its_progress(script: SimpleNamespace) -
     assert row(script, base_version=0, fork=fork)[-2:] == ["0", "parent@12"]
     of_group = fork.model_copy(update={"model_group": "critic"})
     assert row(script, base_version=0, fork=of_group)[-1] == "parent/critic@12"
+
+
+def test_versions_of_rollbacks_count_in_all_columns(script: SimpleNamespace) -> None:
+    digests: dict[str, Any] = {"curriculum_sha256": "0" * 64, "previous_sha256": "0" * 64}
+    planned = [
+        BatchPlanned(
+            **JOB, **digests, batch_id=f"b{index}", epoch=0, index=index, trains_at_version=4 + index,
+            yields_version=5 + index, members=(), seed=0, adopts=adopts,
+        )
+        for index, adopts in enumerate((None, None, 5, None))
+    ]  # fmt: skip
+    trained = [StepTrained(**JOB, version=version, **STEP) for version in (5, 6, 7, 8)]
+    assert row(script, *planned, *planned, *trained)[6:9] == ["4", "4", "8"], "7 are planned, and one is adopted"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """Refusals of `rollstream merge` before it loads a model."""
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rollstream.harness.cli.merge import check_base
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.cli.merge import check_base, published_version
+from rollstream.harness.cli.rollback import parse_target
 from rollstream.harness.config.checks import check_model
 from rollstream.schemas.errors import ConfigError
 
@@ -40,6 +44,23 @@ def test_a_missing_folder_below_one_that_exists_is_not_taken_for_a_hub_name(
         check_model(path, "model.path")
     (tmp_path / "examples" / "base").mkdir()
     check_base("examples/base", "run-1@3")
+
+
+def test_a_model_group_without_versions_is_answered_with_those_of_the_run(script: SimpleNamespace) -> None:
+    async def message_of(target: str) -> str:
+        log = MemoryLog(num_partitions=1)
+        published = [script.published(0, "run-1/rl")]
+        of = [published[0].model_copy(update={"model_group": f"run-1/{name}"}) for name in ("tellers", "seekers")]
+        await log.send_all([script.run_started(), *of])
+        with pytest.raises(ConfigError) as refused:
+            await published_version(log, parse_target(target))
+        return str(refused.value)
+
+    assert asyncio.run(message_of("run-1@21")).startswith(
+        "run-1/policy@21: there is no such version, the model group has none, those of the run are run-1/seekers, "
+        "run-1/tellers; "
+    )
+    assert "the model group has none; " in asyncio.run(message_of("gone@1"))
 
 
 def test_a_folder_and_a_hub_name_are_taken(tmp_path: Path) -> None:

@@ -170,9 +170,10 @@ def test_a_model_group_that_nobody_trains_here_is_refused(lab: Lab) -> None:
     asyncio.run(scenario())
 
 
-def test_the_advice_for_another_model_group_is_its_section() -> None:
+def test_the_advice_for_another_model_group_is_a_fork_of_all_or_its_section() -> None:
     assert parse_target("run-1/verifier@3").fork == (
-        "begin a new run with `model_groups.verifier.version: run-1/verifier@3`"
+        "begin a new run with `rollstream finetune --fork run-1@3`, from that version of every model group, or with "
+        "`model_groups.verifier.version: run-1/verifier@3`, from this one alone"
     )
 
 
