@@ -157,6 +157,8 @@ class PlanSettings(Settings):
     """
     oversampling: int = added(0, ge=0, le=MAX_MEMBERS)
     """Rollouts of a task beyond `num_generations`; its group closes once `num_generations` are complete."""
+    has_recorded_sizes: bool = added(False)
+    """Whether a task asks for no more rollouts than its example's inputs hold recorded ones."""
 
 
 class LoraSettings(Settings):

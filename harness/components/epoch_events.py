@@ -10,6 +10,7 @@ from rollstream.eventlog import codec
 from rollstream.harness.config.dataset import Example
 from rollstream.schemas import ids
 from rollstream.schemas.events import EpochStarted, RunStarted, SubmissionReceived, TaskRequested
+from rollstream.schemas.events.recorded import group_size
 from rollstream.schemas.events.training import SubmittedGroup
 from rollstream.schemas.settings import JobSpec
 
@@ -38,8 +39,7 @@ def epoch_tasks(
             group_id=ids.group_id(started.run_id, ids.name_of(spec.job_id), epoch, index),
             epoch=epoch,
             index=index,
-            num_rollouts=spec.plan.num_generations,
-            oversampling=spec.plan.oversampling,
+            **group_size(spec.plan, example.inputs),
             minimum=spec.plan.min_generations,
             min_version=min_version,
             time_ms=time_ms,

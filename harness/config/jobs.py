@@ -17,7 +17,7 @@ from rollstream.schemas.base import Locator
 from rollstream.schemas.config import AdapterSection, BuilderSection, RunConfig
 from rollstream.schemas.engine_settings import OpenAISettings, ScriptedSettings
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.events.recorded import MADE_ELSEWHERE
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE, RECORDED
 from rollstream.schemas.events.training import BatchMember
 from rollstream.schemas.kafka import KafkaSettings, from_environment, given, merged
 from rollstream.schemas.league import LeagueSettings, OpponentVersions
@@ -151,6 +151,7 @@ def _training_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
         drop_zero_variance=builder.drop_zero_variance,
         curriculum=curriculum.model_copy(update={"steer": False}) if is_submitted else curriculum,
         knows_single_group=True,
+        has_recorded_sizes=config.environment == RECORDED,
         gate=config.trainer.evaluation_gate,
     )
     algorithm = rewards.algorithm_of(config)

@@ -18,6 +18,7 @@ from rollstream.processors.curate.state import Epoch, Job, Run
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.events import EpochStarted, GroupClosed, RunStarted, TaskRequested
+from rollstream.schemas.events.recorded import group_size
 
 Dataset = Mapping[str, Mapping[str, JsonValue]]
 """Inputs by example id."""
@@ -63,8 +64,7 @@ def _requests(
             epoch=event.epoch,
             index=index,
             inputs=dict(dataset[example_id]),
-            num_rollouts=plan.num_generations,
-            oversampling=plan.oversampling,
+            **group_size(plan, dataset[example_id]),
             minimum=plan.min_generations,
             min_version=min_version(job, index),
             settings=job.started.rollout,

@@ -3,14 +3,14 @@
 Values only. Written by `rollstream.harness.recorded.tasks` into a task, played by the environment `recorded`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
 from rollstream.schemas import tokens
 from rollstream.schemas.base import added
 from rollstream.schemas.events.rollouts import FunctionAncestry, VersionSpan
-from rollstream.schemas.settings import ArtifactRef
+from rollstream.schemas.settings import ArtifactRef, PlanSettings
 
 RECORDED = "recorded"
 """Name of the environment that plays them."""
@@ -18,6 +18,15 @@ MADE_ELSEWHERE = (RECORDED, "remote_workflow")
 """Environments whose rollouts another engine has sampled."""
 INPUT = "recorded"
 """Key of a task's inputs that holds its members' recorded rollouts, as `RecordedMember`s by member number."""
+
+
+def group_size(plan: PlanSettings, inputs: Mapping[str, JsonValue]) -> dict[str, int]:
+    """`num_rollouts` and `oversampling` of a task: the plan's, or fewer if its example has fewer recorded rollouts."""
+    recorded = inputs.get(INPUT)
+    if not plan.has_recorded_sizes or not isinstance(recorded, list) or not recorded:
+        return {"num_rollouts": plan.num_generations, "oversampling": plan.oversampling}
+    size = min(plan.num_generations, len(recorded))
+    return {"num_rollouts": size, "oversampling": min(plan.oversampling, len(recorded) - size)}
 
 
 class _Value(BaseModel):

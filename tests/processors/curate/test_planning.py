@@ -310,3 +310,18 @@ def test_a_plan_that_compares_answers_takes_single_rollouts_without_log_probabil
     assert [cause for _, cause in causes(rejected)] == ["no_token_ids"]
     assert groups_in(batch) == [0]
     assert (sealed.num_trained_groups, sealed.zero_variance_groups) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "asked"),
+    [
+        ({"has_recorded_sizes": True}, [(1, 1, 0), (3, 2, 0), (4, 2, 0), (4, 2, 0)]),
+        ({"has_recorded_sizes": True, "oversampling": 2}, [(1, 1, 0), (3, 2, 0), (5, 2, 4), (6, 2, 4)]),
+        ({}, [(4, 2, 0)] * 4),
+    ],
+)
+def test_a_task_asks_for_as_many_rollouts_as_its_example_has_recorded(partition, plan, asked):
+    recorded = {size: [{"rollout": {"steps": []}}] * size for size in (1, 3, 5, 0)}
+    partition.dataset = {f"x{size}": {"recorded": members} for size, members in recorded.items()}
+    tasks = partition.start(tasks_per_epoch=4, num_generations=4, **plan)
+    assert sorted((task.num_rollouts, task.minimum, task.enough) for task in tasks) == asked

@@ -374,7 +374,7 @@ def _settings_for_another_builder(loaded: Loaded) -> Any:
 
 READERS: dict[type[BaseModel], tuple[str, ...]] = {
     JobSettings: ("learner", "schemas/algorithms.py", "schemas/algorithm_settings.py"),
-    PlanSettings: ("processors", "harness/components"),
+    PlanSettings: ("processors", "harness/components", "schemas/events/recorded.py"),
     RolloutSettings: ("producers", "processors"),
     ProducerSettings: ("producers", "eventlog", "schemas"),
     EndpointSettings: ("producers", "eventlog", "schemas"),
