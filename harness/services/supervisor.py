@@ -31,6 +31,7 @@ SILENCE_S = 120.0
 WARN_S = 30.0
 """Seconds without a heartbeat after which the terminal says so."""
 BLOCKING = ", such as an environment or a reward that computes or sleeps without await (use asyncio.to_thread)"
+ENDING = "; an environment or a reward may have ended it"
 MAX_GAP_S = 5.0
 """After a longer pause between two looks this process was stopped, frozen or suspended itself, its children probably
 too: each gets the whole silence time-out again."""
@@ -38,6 +39,7 @@ LAST_LINES = 3
 LAST_BYTES = 8192
 _LEAKS = re.compile(r"nanobind: |See https://nanobind|- leaked |- \.\.\. skipped remainder")
 """Lines that libraries built by nanobind (triton) print at every exit of Python, after the reason of it."""
+_INFO = re.compile(r"\S+ \S+ (?:INFO|DEBUG) ")
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +164,7 @@ class Supervisor:
         self._kill([child.process for child in self._children if child.process])
 
     def last_words(self, name: str) -> str:
-        """Last lines that a child's newest process has logged, in one line."""
+        """Last warnings, errors and lines of other programs that a child's newest process has logged, in one line."""
         path = self.logs / f"{name}.log"
         if not path.exists():
             return "(no log output)"
@@ -171,7 +173,9 @@ class Supervisor:
         own = data[begin:] if begin <= len(data) else data  # a log that was too large has been emptied since
         text = own[-LAST_BYTES:].decode("utf-8", "replace")
         lines = [line.strip() for line in text.splitlines() if line.strip() and not _LEAKS.match(line.strip())]
-        return " | ".join(lines[-LAST_LINES:]) or "(no log output)"
+        telling = [line for line in lines if not _INFO.match(line)]
+        nothing = "(no warnings in its log)" if lines else "(no log output)"
+        return " | ".join(telling[-LAST_LINES:]) or nothing + (ENDING if name.startswith("producers") else "")
 
     def _check_child(self, child: _Child) -> None:
         now = self._checked_at

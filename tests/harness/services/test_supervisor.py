@@ -72,6 +72,9 @@ def test_an_exit_is_not_blamed_on_the_last_words_of_an_earlier_process(
         supervisor.check()
         (tmp_path / "one.log").write_text("x")
         assert supervisor.last_words("one") == "x", "the log was emptied because it was too large"
+        for level, words in (("INFO", "(no warnings in its log)"), ("ERROR", "d t ERROR a: x")):
+            (tmp_path / "one.log").write_text(f"d t {level} a: x")
+            assert supervisor.last_words("one") == words
         await supervisor.stop()
 
     asyncio.run(scenario())
