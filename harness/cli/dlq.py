@@ -124,7 +124,7 @@ def _on_the_log(
 
 
 def _remedies(letters: "Sequence[Letter]") -> str:
-    """How to correct the records of letters: those of the log, and lines that were to be ingested."""
+    """Advice on correcting the records of letters: those of the log, and lines that were to be ingested."""
     remedies = {
         False: "`dlq redrive NUMBER --value FILE` sends it corrected",
         True: "correct the line of a letter of service ingest in its file, and ingest it again",

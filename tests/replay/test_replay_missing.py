@@ -219,7 +219,7 @@ def test_artifacts_that_were_removed_by_hand_are_found(run, tmp_path):
     assert all("the file is gone, and no collection removes it" in one for one in differences)
 
 
-def test_an_artifact_that_is_collected_while_a_replay_verifies_is_no_difference(run, tmp_path):
+def test_an_artifact_that_is_collected_while_a_replay_verifies_is_not_missed(run, tmp_path):
     run.artifacts = ArtifactStore(str(shutil.copytree(run.artifacts.uri, tmp_path / "store")))
 
     def collect(stage):

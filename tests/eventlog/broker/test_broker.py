@@ -215,7 +215,7 @@ def test_a_full_disk_is_reported_although_the_brokers_log_is_empty(
     assert EmbeddedBroker(workspace)._last_words().startswith("its disk is full (see ")
 
 
-def test_a_broker_that_is_down_on_a_full_disk_is_not_said_to_be_in_use(
+def test_a_broker_that_is_down_on_a_full_disk_is_reported_as_paused(
     parent: subprocess.Popen[str], workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker, "MIN_FREE_BYTES", sys.maxsize)

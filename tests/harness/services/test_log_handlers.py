@@ -1,4 +1,4 @@
-"""Logs whose disk is full: said once, lines dropped, and on again when there is room."""
+"""Logs whose disk is full: reported once, lines dropped, and on again when there is room."""
 
 import logging
 from contextlib import suppress
@@ -11,7 +11,7 @@ from rollstream.harness.services.log_handlers import LogFileHandler, StreamHandl
 logger = logging.getLogger("rollstream.test")
 
 
-def test_a_log_on_a_full_disk_says_so_once_and_goes_on_when_there_is_room(
+def test_a_log_on_a_full_disk_reports_it_once_and_goes_on_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "finetune.log"
