@@ -214,7 +214,8 @@ def _signals() -> Iterator[_Conducted]:
         if received:
             raise Interrupted(received[0], conducted) from None
         run = conducted.run
-        hint = f"; {_stays_open(run.run.started.run_id)}" if run is not None and run.begun.is_set() and conducted.is_open else ""
+        is_resumable = run is not None and run.begun.is_set() and conducted.is_open
+        hint = f"; {_stays_open(run.run.started.run_id)}" if run is not None and is_resumable else ""
         raise RunFailedError(
             f"a component, or a library that it uses, cancelled the command; rollstream --debug shows where{hint}"
         ) from error
