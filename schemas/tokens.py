@@ -72,7 +72,7 @@ def decode_kept(text: str, num_tokens: int) -> KeptIds:
     try:
         stream = zlib.decompressobj()
         packed = stream.decompress(base64.b64decode(text, validate=True), MAX_KEPT_BYTES + 1)
-    except (binascii.Error, zlib.error) as error:
+    except (ValueError, zlib.error) as error:
         raise DecodeError(f"the kept ids are not base64 of a zlib stream: {error}") from error
     if len(packed) > MAX_KEPT_BYTES or not stream.eof or len(packed) % 4:
         raise DecodeError(f"the kept ids are cut off, or more than {MAX_KEPT_BYTES} bytes")

@@ -37,7 +37,8 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         """Ask for the rollouts of an epoch: `meta["epoch"]`, else the one after the last.
 
         What the log has of it already is not asked for again. Raises ValueError if the run has an epoch in progress,
-        ConfigError without an open run, RunFailedError if the run or its services are over.
+        ConfigError without an open run, RunFailedError if the run or its services are over, or no rollout completed in
+        several epochs.
         """
         if run_id in self._epochs:
             raise ValueError(f"run {run_id} is already in progress: finalize it first")
@@ -47,6 +48,7 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         try:
             await handle.begin()
             await handle.wait_for_disk()
+            await handle.check_rollouts()
             await epochs.start(handle, epoch, len(handle.examples))
             await self._ask(handle, _tasks(handle, epoch))
         except BaseException:

@@ -78,16 +78,21 @@ def _is_wanted(row: Any, chosen: DatasetFilter | None) -> bool:
 
 
 def _fits(value: Any, patterns: Iterable[Any]) -> bool:
-    """Whether a value matches a pattern; true and false are also those of CSV, which are texts in any case."""
-    return any(
-        str(value).lower() == str(pattern).lower() if isinstance(pattern, bool) else _matches(value, str(pattern))
-        for pattern in patterns
-    )
+    """Whether a value matches a pattern; a number, true or false also match texts of CSV that are written otherwise."""
+    return any(_matches(value, pattern) for pattern in patterns)
 
 
-def _matches(value: Any, pattern: str) -> bool:
+def _matches(value: Any, pattern: Any) -> bool:
+    if isinstance(pattern, bool):
+        return str(value).lower() == str(pattern).lower()
+    if isinstance(pattern, int | float) and isinstance(value, str) and _is_number(value):
+        return float(value) == pattern
     texts = {str(value), json.dumps(value)} if isinstance(value, bool) else {str(value)}
-    return any(fnmatch.fnmatch(text, pattern) for text in texts)
+    return any(fnmatch.fnmatch(text, str(pattern)) for text in texts)
+
+
+def _is_number(text: str) -> bool:
+    return bool(_INTEGER.fullmatch(text) or _NUMBER.fullmatch(text))
 
 
 def _with_standard_names(inputs: dict[str, Any], location: str, structure: DatasetStructure) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def read_lines(
         example_id = gathered.example_id or _example_of(gathered) or name
         members.setdefault(example_id, []).append(_rollout(name, gathered, selection))
         own = inputs.setdefault(example_id, dict(reader.inputs.get(example_id, {})))
-        inputs[example_id] = {**(gathered.inputs or _question_of(gathered)), **own}
+        inputs[example_id] = {**own, **(gathered.inputs or _question_of(gathered)), **own}
     groups = tuple(RecordedGroup.of(name, rollouts, inputs[name]) for name, rollouts in members.items())
     steps = [step for rollouts in members.values() for rollout in rollouts for step in rollout.steps]
     num_steps = sum(len(gathered.steps) for gathered in reader.rollouts.values())

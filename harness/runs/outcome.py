@@ -47,6 +47,7 @@ FAILED = """
 SELECT count(*), count(*) FILTER (is_failed), mode(concat_ws(': ', cause, nullif(message, ''))) FILTER (is_failed)
 FROM (
     SELECT cause, message, state = 'failed' AND cause NOT IN ('{}') AS is_failed FROM rollouts WHERE run_id = '{}'
+    QUALIFY row_number() OVER (PARTITION BY group_id, member ORDER BY attempt DESC) = 1
 )
 """
 NO_REASON = "no reason was recorded; the logs of the services may have it"

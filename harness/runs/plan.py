@@ -181,15 +181,18 @@ def planned_as(config: RunConfig, planning: Literal["stream", "submitted"]) -> R
 
 
 def weighted_as_recorded(spec: JobSpec, recorded: JobStarted | None) -> JobSpec:
-    """A job with the reward weights recorded at its start.
+    """A job with the reward weights and the group sizes recorded at its start.
 
-    The same configuration gave other weights in earlier releases, where `finetuning.reward_function` was added to the
-    environment's rewards.
+    The same configuration gave others in earlier releases: `finetuning.reward_function` was added to the environment's
+    rewards, and every recorded example was asked for as many rollouts as the largest one has.
     """
     if recorded is None:
         return spec
-    weights = recorded.rollout.reward_weights
-    return spec._replace(rollout=spec.rollout.model_copy(update={"reward_weights": weights}))
+    weights, sizes = recorded.rollout.reward_weights, recorded.plan.has_recorded_sizes
+    return spec._replace(
+        rollout=spec.rollout.model_copy(update={"reward_weights": weights}),
+        plan=spec.plan.model_copy(update={"has_recorded_sizes": sizes}),
+    )
 
 
 async def look_up(log: EventLog, run_id: str) -> Progress:
@@ -280,6 +283,14 @@ def _is_other_dataset(started: RunStarted, before: DatasetSection | None, now: D
         raise
     if hashlib.sha256(content).hexdigest() == started.dataset.sha256:
         return False
-    if now == before:
-        warn(f"dataset {now.file_path} has changed since run {started.run_id} began, which keeps its recorded examples")
-    return now != before
+    if before is None or _resolved(now) != _resolved(before):
+        return True
+    warn(
+        f"dataset {now.file_path} has changed since run {started.run_id} began, or was read in another way then; the "
+        "run keeps its recorded examples"
+    )
+    return False
+
+
+def _resolved(section: DatasetSection) -> DatasetSection:
+    return section.model_copy(update={"file_path": section.file_path.expanduser().resolve()})

@@ -103,6 +103,7 @@ async def sole_output(output_dir: Path) -> AsyncIterator[None]:
                     f"finetuning.output_dir: {output_dir / OUTPUT_LOCK} cannot be locked: {error.strerror}; choose "
                     "another folder, or remove the file if a run of another user left it"
                 ) from error
+            (output_dir / OUTPUT_LOCK).unlink(missing_ok=True)
             logger.warning(
                 "finetuning.output_dir: the file system of %s has no locks, so two runs that use it are not noticed",
                 output_dir,

@@ -228,7 +228,7 @@ class Database:
 
         Raises MetricsFileError for a file of an export, whose run the log need not hold, and if the disk is full.
         """
-        if tables.has_rows_without_offsets(self._connection):
+        if tables.is_of_export(self._connection):
             raise MetricsFileError(
                 f"the metrics file {self.path} was made from an export by another version of rollstream, and its rows "
                 f"would be lost; repeat `rollstream rebuild --from EXPORT`, or move the file away"
@@ -297,6 +297,7 @@ class Database:
                 is_whole &= dropped == (0,)
             if not is_whole:
                 self._connection.execute("DELETE FROM main.offsets")
+                tables.note_export(self._connection)
 
     def _insert(self, table: str, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
         """Add rows; of a table in READ, those that were not there yet are returned, with the columns read of them."""

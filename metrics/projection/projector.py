@@ -133,8 +133,8 @@ class Projector:
                     check_kept(where, offset, begin, end)
             except TruncatedError as error:
                 raise TruncatedError(
-                    f"{error}; the metrics file {path} was made by another version of rollstream and has rows that the "
-                    f"log lost: move it away to keep them, or `rollstream rebuild --partial` replaces it"
+                    f"{error}; the metrics file {path} was made by another version of rollstream and may have rows "
+                    f"that the log lost: move it away to keep them, or `rollstream rebuild --partial` replaces it"
                 ) from error
         logger.info("the tables of %s have another version: reading the log again from its start", path)
         await asyncio.to_thread(self._database.renew)

@@ -82,12 +82,17 @@ def note_starts(connection: duckdb.DuckDBPyConnection, begun: Mapping[TopicParti
             connection.execute("INSERT INTO log.meta VALUES ($1, $2)", [name, str(offset)])
 
 
-def has_rows_without_offsets(connection: duckdb.DuckDBPyConnection) -> bool:
-    """Whether there are runs and no offset: the file was made from an export that left other runs out."""
+def note_export(connection: duckdb.DuckDBPyConnection) -> None:
+    """Note that the rows are of an export that left other runs out, also once rows of a log are added."""
+    connection.execute("INSERT OR REPLACE INTO log.meta VALUES ('export', 'part')")
+
+
+def is_of_export(connection: duckdb.DuckDBPyConnection) -> bool:
+    """Whether rows are of an export that left other runs out; earlier versions left the file without offsets alone."""
     found = connection.execute(
         "SELECT EXISTS (SELECT 1 FROM log.run_started) AND NOT EXISTS (SELECT 1 FROM main.offsets)"
     ).fetchone()
-    return found == (True,)
+    return found == (True,) or meta(connection, "export") is not None
 
 
 def meta(connection: duckdb.DuckDBPyConnection, name: str) -> str | None:

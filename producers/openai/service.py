@@ -63,7 +63,11 @@ async def run(settings: EndpointSettings, log: EventLog, engine: Engine, token: 
         except BaseExceptionGroup as failed:
             raise first_error(failed) from failed
         finally:
-            _record_address(path, settings.host, port, None)
+            try:
+                _record_address(path, settings.host, port, None)
+            except OSError as error:  # the disk is full; without the file the next start takes another port
+                logger.warning("%s is removed, as it cannot be written: %s", path, error.strerror)
+                path.unlink(missing_ok=True)
 
 
 def _record_address(path: Path, host: str, port: int, pid: int | None) -> None:

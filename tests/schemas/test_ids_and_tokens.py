@@ -64,6 +64,7 @@ def packed(*values: int) -> str:
     ("text", "message"),
     [
         ("not base64!", "not base64"),
+        ("\N{LATIN SMALL LETTER E WITH ACUTE}===", "not base64"),
         ("AAAA", "not base64 of a zlib stream"),
         (base64.b64encode(zlib.compress(b"abc")).decode(), "cut off"),
         (packed(2, 1, 1, 5, 6)[:-8], "cut off"),

@@ -217,6 +217,14 @@ def test_a_filter_compares_true_and_false(tmp_path: Path, name: str, pattern: An
     assert [example.example_id for example in allowed] == ["a"]
 
 
+@pytest.mark.parametrize("pattern", [0.5, "0.50", "0.5*"])
+def test_a_filter_compares_numbers_of_a_csv_that_are_written_otherwise(tmp_path: Path, pattern: Any) -> None:
+    (tmp_path / "d.csv").write_text("id,share\na,0.50\nb,0.75\n")
+    assert [
+        one.example_id for one in read(tmp_path / "d.csv", filter={"denylist": {"field": {"share": [pattern]}}})
+    ] == ["b"]
+
+
 def test_examples_of_ones_own_environment_that_are_not_mappings_name_its_class(
     written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import RunLocation, services_of
 from rollstream.harness.replays.what_if import what_if
 from rollstream.harness.runs.plan import open_run
-from rollstream.harness.runs.sampling_checks import check_engines
+from rollstream.harness.runs.sampling_checks import check_engines, check_models
 from rollstream.replay.source import read_run
 from rollstream.schemas.engine_settings import ScriptedSettings, TransformersSettings
 from rollstream.schemas.errors import ArtifactError, ConfigError
@@ -170,6 +170,13 @@ def test_an_installed_engine_that_loads_no_weights_is_refused(
         ConfigError, match=r"^trajectory_builders\.b\.engine: parrot cannot load the weights of the run"
     ):
         check_engines(config_file.resolve(with_engine(written, {"kind": "parrot"})).config)
+
+
+@pytest.mark.usefixtures("parrot")
+def test_the_device_of_an_installed_engine_is_its_own(written: dict[str, Any]) -> None:
+    check_models(config_file.resolve(with_engine(written, {"kind": "parrot", "device": ["xpu", 1]})).config)
+    with pytest.raises(ConfigError, match=r"^trajectory_builders\.b\.engine\.device is cuda:77 and "):
+        check_models(config_file.resolve(with_engine(written, {"kind": "transformers", "device": "cuda:77"})).config)
 
 
 def test_a_renderer_that_no_package_has_is_refused(written: dict[str, Any]) -> None:

@@ -184,7 +184,7 @@ def test_recorded_rollouts_keep_the_rewards_that_they_came_with(config):
     assert rollout(config({"sum": {"_type": "numeric_match"}}, "sum", environment="recorded")).reward_weights == {}
 
 
-def test_a_run_from_before_keeps_the_weights_that_it_started_with(config):
+def test_a_run_from_before_keeps_the_weights_and_group_sizes_that_it_started_with(config):
     (spec,) = jobs_of(config({"sum": {"_type": "numeric_match"}}, "sum"), "run-1")
     recorded = spec.rollout.model_copy(update={"reward_weights": {}})
     started = JobStarted(
@@ -196,7 +196,8 @@ def test_a_run_from_before_keeps_the_weights_that_it_started_with(config):
         plan=spec.plan,
         rollout=recorded,
     )
-    assert weighted_as_recorded(spec, started).rollout == recorded
+    new = spec._replace(plan=spec.plan.model_copy(update={"has_recorded_sizes": True}))
+    assert weighted_as_recorded(new, started) == spec._replace(rollout=recorded)
     assert weighted_as_recorded(spec, None) is spec
 
 

@@ -142,6 +142,7 @@ def test_a_folder_on_a_file_system_without_locks_can_be_used(
     else:
         asyncio.run(scenario())
         assert "has no locks" in caplog.text
+        assert [*tmp_path.iterdir()] == []
 
 
 FORKS = """
