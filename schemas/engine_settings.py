@@ -59,6 +59,11 @@ class EngineSettings(Settings):
         """Keys that were given but have no effect, by reason and remedy. `has_...`: whether it serves such weights."""
         return {}
 
+    @property
+    def needed_device(self) -> str:
+        """Device of this machine that it computes on; cpu also for those that choose it by themselves."""
+        return "cpu"
+
     def _given(self, why: str, *names: str) -> dict[str, tuple[str, ...]]:
         """Those of the keys that were given, by the reason; empty if none was."""
         found = tuple(name for name in names if name in self.model_fields_set)
@@ -89,6 +94,11 @@ class TransformersSettings(EngineSettings):
     full_copies: int = Field(default=1, ge=1, le=2)
     """Modules of a model group with full weights. With 2 a new version is used at once while the one before ends its
     sequences in memory of its own; with 1 it waits for these. Adapters need no second module."""
+
+    @property
+    def needed_device(self) -> str:
+        """See `EngineSettings`."""
+        return self.device
 
     @property
     def is_continuous(self) -> bool:

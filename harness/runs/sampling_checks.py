@@ -18,7 +18,7 @@ from rollstream.harness.config.unused_keys import of_engine
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.devices import device_of
-from rollstream.schemas.engine_settings import EngineSettings, TransformersSettings
+from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.errors import ConfigError, EnvironmentRunError, ModelError, describe
 from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 from rollstream.schemas.finetuning import FinetuneConfig
@@ -70,8 +70,7 @@ def check_models(config: RunConfig) -> None:
         return
     adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
     engine = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
-    if isinstance(config.builder.engine, TransformersSettings):
-        _check_device(config.builder.engine.device, f"{engine}.device")
+    _check_device(config.builder.engine.needed_device, f"{engine}.device")
     served = served_models(config)
     for name, one in config.by_group().items():
         group, model = config.adapter.model_groups.get(name), one.adapter.model
