@@ -16,14 +16,14 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from rollstream.eventlog.broker import guard, install
 from rollstream.eventlog.broker.class_archive import ClassArchive
 from rollstream.eventlog.broker.credentials import HOST, MECHANISM, USER, Credentials, block, connection, password_file
 from rollstream.eventlog.broker.ports import answers, free_ports, is_free
 from rollstream.eventlog.broker.watch import MIN_FREE_BYTES
-from rollstream.eventlog.files import write_whole
+from rollstream.eventlog.files import read_json, write_whole
 from rollstream.eventlog.private import make_private
 from rollstream.schemas.errors import BrokerError, BrokerLostError
 from rollstream.schemas.kafka import KafkaSettings
@@ -271,7 +271,7 @@ def find_running(workspace: Path) -> str | None:
     """`host:port` of the running broker of a workspace; None if there is none, or it is stopping because the process
     that started it has ended."""
     folder = workspace / "broker"
-    status = _read_status(folder / "broker.json")
+    status = read_json(folder / "broker.json")
     try:
         lock = os.open(folder / "lock", os.O_RDWR)
     except FileNotFoundError:
@@ -292,7 +292,7 @@ def own_block(workspace: Path, bootstrap_servers: str) -> dict[str, str]:
     A running broker that was started by an earlier version does not.
     """
     folder = workspace / "broker"
-    is_own = _read_status(folder / "broker.json").get("bootstrap_servers") == bootstrap_servers
+    is_own = read_json(folder / "broker.json").get("bootstrap_servers") == bootstrap_servers
     return block(folder) if is_own and password_file(folder).exists() else {}
 
 
@@ -342,21 +342,12 @@ def _is_alive(pid: str) -> bool:
 
 def _ports(remembered: Path, port: int | None = None) -> tuple[int, int]:
     """The ports of the last start if they are free, else new ones; `port`: that for clients, if it must not change."""
-    status, own = _read_status(remembered), {} if port is None else {"port": port}
+    status, own = read_json(remembered), {} if port is None else {"port": port}
     chosen = [
         own.get(name) or (known if isinstance(known := status.get(name), int) and is_free(known) else new)
         for name, new in zip(("port", "controller_port"), free_ports(2), strict=True)
     ]
     return chosen[0], chosen[1]
-
-
-def _read_status(path: Path) -> dict[str, Any]:
-    """Contents of `broker.json`; empty if it is missing or damaged."""
-    try:
-        status = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
 
 
 def _classes() -> ClassArchive:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollstream.eventlog.files import read_json
 from rollstream.harness.components.builder import RollstreamTrajectoryBuilder
 from rollstream.harness.config import nat_workflows
 from rollstream.harness.config.dataset import Example
@@ -106,11 +107,9 @@ async def reachable(file: Path) -> str:
 
     Whoever waits ends with the run, which looks after its services.
     """
-    from rollstream.producers.openai.server import recorded_address
-
     is_told = False
     while True:
-        address = recorded_address(file)
+        address = read_json(file)
         if address.get("pid"):
             with suppress(OSError):
                 _, writer = await asyncio.open_connection(url_host(address["host"]).strip("[]"), address["port"])

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from yarl import URL
 
 from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.files import write_whole
+from rollstream.eventlog.files import read_json, write_whole
 from rollstream.eventlog.private import token_in
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.producers.engines.base import Engine
@@ -36,7 +36,7 @@ from rollstream.producers.openai.access import TOKEN_CALLER, Access, KeyLimits, 
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.requests import ChatRequest, Refusal, json_of, validated
 from rollstream.producers.openai.routes import Routes, json_response
-from rollstream.producers.openai.server import listening_again, recorded_address
+from rollstream.producers.openai.server import listening_again
 from rollstream.producers.openai.stream_words import Answered
 from rollstream.producers.openai.streaming import OnText
 from rollstream.producers.rollout.rewards import MAX_REWARD
@@ -129,7 +129,7 @@ class RolloutGateway(Routes):
         """Also after a process that was killed while it listened: its agents ask again. Raises RollstreamError if it
         has to listen and cannot.
         """
-        if self._is_listening_at_once or recorded_address(address_file(self._workspace, self._name)).get("pid"):
+        if self._is_listening_at_once or read_json(address_file(self._workspace, self._name)).get("pid"):
             await self._listen()
         return self
 

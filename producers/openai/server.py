@@ -7,7 +7,6 @@ tokenised afresh at every call. Neither messages nor token are ever logged.
 
 import asyncio
 import functools
-import json
 import logging
 import secrets
 import time
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from rollstream.eventlog.files import read_json
 from rollstream.producers.engines.base import Engine, Generation, GenerationRequest
 from rollstream.producers.openai.access import Access, KeyLimits
 from rollstream.producers.openai.completions import CompletionRequest
@@ -265,17 +265,8 @@ async def listening_again(
         yield taken
 
 
-def recorded_address(file: Path) -> dict[str, Any]:
-    """Content of an address file, with the `port` and the `pid` of the process that listens; empty if there is none."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _port_in(file: Path) -> int:
-    port = recorded_address(file).get("port")
+    port = read_json(file).get("port")
     return port if isinstance(port, int) and 0 < port < 65536 else 0
 
 

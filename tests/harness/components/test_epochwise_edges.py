@@ -45,6 +45,7 @@ from tests.rigs.runs.epochwise_rig import (
     conducted,
     configuration,
     opened_rig,
+    scored_configuration,
     submitting,
 )
 
@@ -56,9 +57,7 @@ def shaped_evenly(group: list[Trajectory]) -> None:
 
 
 def test_a_repeated_write_keeps_the_given_rewards_and_is_not_scored_again(tmp_path: Path) -> None:
-    written = configuration(tmp_path, reward_function={"name": "has_digit"})
-    written["eval"]["evaluators"] = {"has_digit": {"_type": "numeric_match", "answer_key": "secret"}}
-    written["trajectory_builders"]["b"]["reward_weights"] = {"reward": 0.5, "has_digit": 2.0}
+    written = scored_configuration(tmp_path)
 
     async def scenario() -> None:
         rig = EpochwiseRig(tmp_path, written)

@@ -15,7 +15,7 @@ from rollstream.schemas.finetuning import (
     Trajectory,
     TrajectoryCollection,
 )
-from tests.rigs.runs.epochwise_rig import EpochwiseRig, answers_of, configuration, opened_rig
+from tests.rigs.runs.epochwise_rig import EpochwiseRig, answers_of, configuration, opened_rig, scored_configuration
 
 
 def of_two_agents(folder: Path) -> dict[str, Any]:
@@ -84,9 +84,7 @@ def test_a_changed_trajectory_that_names_none_of_several_agents_is_refused(tmp_p
 
 
 def test_rewards_keep_their_names_and_weights(tmp_path: Path) -> None:
-    written = configuration(tmp_path, reward_function={"name": "has_digit"})
-    written["eval"]["evaluators"] = {"has_digit": {"_type": "numeric_match", "answer_key": "secret"}}
-    written["trajectory_builders"]["b"]["reward_weights"] = {"reward": 0.5, "has_digit": 2.0}
+    written = scored_configuration(tmp_path)
 
     async def scenario() -> None:
         rig = EpochwiseRig(tmp_path, written)

@@ -24,13 +24,13 @@ from pydantic import SecretStr
 from transformers import AutoModelForCausalLM
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.files import read_json
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.scripted import ScriptedEngine, ScriptedTokenizer
 from rollstream.producers.engines.transformers import TransformersEngine
 from rollstream.producers.openai.keys import token_of
 from rollstream.producers.openai.requests import Refusal, parse_request
-from rollstream.producers.openai.server import recorded_address
 from rollstream.producers.openai.service import endpoint_file, run
 from rollstream.schemas.engine_settings import ScriptedSettings, TransformersSettings
 from rollstream.schemas.errors import RollstreamError
@@ -102,7 +102,7 @@ async def serving(folder, script=None, *, versions=(0,), token=None, engine=None
     for version in versions:
         await lab.publish(version)
     task = asyncio.create_task(run(lab.settings, lab.log, lab.engine, token))
-    while not (address := recorded_address(endpoint_file(folder, "endpoint-1"))).get("pid"):
+    while not (address := read_json(endpoint_file(folder, "endpoint-1"))).get("pid"):
         assert not task.done(), task.exception()
         await asyncio.sleep(0.005)
     lab.url = f"http://127.0.0.1:{address['port']}/v1"
@@ -111,7 +111,7 @@ async def serving(folder, script=None, *, versions=(0,), token=None, engine=None
     finally:
         task.cancel()
         await asyncio.wait({task})
-        assert recorded_address(endpoint_file(folder, "endpoint-1"))["pid"] is None
+        assert read_json(endpoint_file(folder, "endpoint-1"))["pid"] is None
 
 
 def logprobs_of(choice: Choice) -> dict[str, Any]:

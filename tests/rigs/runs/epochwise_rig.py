@@ -250,6 +250,14 @@ def configuration(folder: Path, *, num_epochs: int = 3, num_examples: int = 4, *
     }
 
 
+def scored_configuration(folder: Path) -> dict[str, Any]:
+    """With an evaluator as reward function, and weights of it and of the environment's own reward."""
+    written = configuration(folder, reward_function={"name": "has_digit"})
+    written["eval"]["evaluators"] = {"has_digit": {"_type": "numeric_match", "answer_key": "secret"}}
+    written["trajectory_builders"]["b"]["reward_weights"] = {"reward": 0.5, "has_digit": 2.0}
+    return written
+
+
 def components_for(rig: EpochwiseRig):
     finetune = rig.loaded.finetune
     return Components(
