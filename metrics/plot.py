@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 WINDOW_EPOCHS = 5
 """Number of epochs in the moving mean."""
-NAMED_RUNS = 10
-"""Runs that an error names."""
 
 
 def plot_run(workspace: Path, run_id: str, path: Path, *, fresh: bool = True) -> Path:
@@ -41,7 +39,7 @@ def epochs_with_reward(workspace: Path, run_id: str, *, fresh: bool) -> "Result"
 
     Raises QueryError as `plot_run` does.
     """
-    from rollstream.metrics.sql.client import query
+    from rollstream.metrics.sql.client import check_run, query
 
     name = run_id.replace("'", "''")
     sql = (
@@ -52,11 +50,8 @@ def epochs_with_reward(workspace: Path, run_id: str, *, fresh: bool) -> "Result"
     epochs = query(workspace, sql, fresh=fresh, limit=100_000)
     if epochs.rows:
         return epochs
-    if query(workspace, f"SELECT 1 FROM runs WHERE run_id = '{name}'", fresh=False).rows:
-        raise QueryError(f"run {run_id} has no RL epoch with a reward yet; repeat this once one has ended")
-    newest = f"SELECT run_id FROM runs ORDER BY started_at DESC, run_id LIMIT {NAMED_RUNS}"
-    known = ", ".join(row[0] for row in query(workspace, newest, fresh=False).rows) or "none yet"
-    raise QueryError(f"run {run_id} does not exist; known runs, the newest first: {known}")
+    check_run(workspace, run_id, fresh=False)
+    raise QueryError(f"run {run_id} has no RL epoch with a reward yet; repeat this once one has ended")
 
 
 def moving_mean(values: Sequence[float], window: int = WINDOW_EPOCHS) -> list[float]:

@@ -41,6 +41,7 @@ from rollstream.schemas.settings import (
     Settings,
     WarmStart,
 )
+from rollstream.schemas.trackers import Tracker
 
 OURS = "rollstream"
 NAMED_SECTIONS = (
@@ -216,6 +217,8 @@ class TrainerFields(BaseModel):
     """Streamed runs only."""
     validation_required: bool = False
     """A failed validation ends the run as failed; off: it is noted with its reason, and training goes on."""
+    trackers: tuple[Tracker, ...] = ()
+    """Experiment trackers that get a copy of the run's metrics."""
 
 
 class TrainerSection(TrainerFields, Settings):

@@ -16,6 +16,7 @@ from rollstream.schemas.engine_settings import (
 from rollstream.schemas.kafka import KafkaSection, KafkaSettings, connection, given
 from rollstream.schemas.permissions import check_entry, entries_in
 from rollstream.schemas.settings import ModelSettings, OptimizerSettings, Settings
+from rollstream.schemas.trackers import Tracker
 
 
 class ServiceSettings(Settings):
@@ -201,6 +202,14 @@ class LearnerSettings(ServiceSettings):
     threads: int | None = Field(default=None, ge=1)
     ranks: int = Field(default=1, ge=1)
     """Processes of this machine that train together. Above 1 torchrun starts them, unless it has started this one."""
+
+
+class TrackerServiceSettings(ServiceSettings):
+    """A process that copies metrics to an experiment tracker. It runs beside the metrics service, on its machine."""
+
+    tracker: Tracker
+    runs: tuple[str, ...] = ()
+    """Runs to copy. None: each that has not ended when the service finds it."""
 
 
 class MetricsSettings(ServiceSettings):

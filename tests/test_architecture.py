@@ -36,7 +36,7 @@ FLOORS = {
         "learner/algorithms/builtin",
         "learner/algorithms",
     ],
-    "metrics": ["metrics", "metrics/sql", "metrics/projection"],
+    "metrics": ["metrics", "metrics/trackers", "metrics/sql", "metrics/projection"],
     "replay": ["replay/what_if", "replay", "replay/archive"],
     "harness": [
         "harness/cli",

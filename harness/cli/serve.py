@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollstream.eventlog.broker.broker import EmbeddedBroker
     from rollstream.schemas.services import ServiceSettings
 
-SERVICES = ("broker", "producers", "processors", "learner", "metrics", "gateway", "endpoint")
+SERVICES = ("broker", "producers", "processors", "learner", "metrics", "tracker", "gateway", "endpoint")
 WORKSPACE = click.option(
     "--workspace",
     "-w",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.harness.config.secret_texts import is_secret, looks_random, secret_in
+from rollstream.metrics.trackers.table import check_tracker
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.base import Locator
@@ -122,6 +123,17 @@ def warn(message: str) -> None:
 def forget() -> None:
     """Repeat every warning from now on."""
     _warned.clear()
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raises ConfigError for a tracker whose package or class is not there."""
+    location = f"trainers.{config.finetuning.trainer}.trackers"
+    if config.builder.services == "external":
+        names = ["trackers"] if config.trainer.trackers else []
+        warn_meaningless(location.rpartition(".")[0], names, "with external services start `rollstream serve tracker`")
+        return
+    for index, tracker in enumerate(config.trainer.trackers):
+        check_tracker(tracker, f"{location}.{index}")
 
 
 def check_trainer(finetune: FinetuneConfig, trainer: TrainerSection) -> None:

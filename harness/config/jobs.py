@@ -29,6 +29,7 @@ from rollstream.schemas.services import (
     ProcessorSettings,
     ProducerSettings,
     ServiceSettings,
+    TrackerServiceSettings,
 )
 from rollstream.schemas.settings import (
     EXTERNAL,
@@ -293,6 +294,12 @@ def services_of(
     if not config.is_external:
         own: dict[str, Any] = {"threads": config.adapter.threads, "ranks": config.adapter.ranks}
         services.append(LearnerSettings(**base, **own, name="learner-1", model_groups=model_groups))
+    services += [
+        TrackerServiceSettings(
+            **base, name=f"tracker-{number}", tracker=tracker, runs=() if run_id is None else (run_id,)
+        )
+        for number, tracker in enumerate(config.trainer.trackers, 1)
+    ]
     services.append(MetricsSettings(**base, name="metrics-1"))
     return {service.name: service for service in services}
 

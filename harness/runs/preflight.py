@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from rollstream.eventlog.files import obstacle
 from rollstream.harness.config import nat_workflows
-from rollstream.harness.config.checks import check_hub, check_model, check_ranks, check_teacher
+from rollstream.harness.config.checks import check_hub, check_model, check_ranks, check_teacher, check_trackers
 from rollstream.harness.config.jobs import ENDPOINT, jobs_of, served_models
 from rollstream.harness.config.rewards import (
     check_evaluators,
@@ -232,6 +232,7 @@ def check_names(config: RunConfig) -> None:
     With external services nothing is imported here: the names are resolved there.
     """
     warn_weights(config)
+    check_trackers(config)
     if config.builder.services == "external":
         check_evaluators(config)
         return

@@ -329,7 +329,7 @@ def _supervisor(config: RunConfig, lease: WorkspaceLease, run_id: str, artifacts
     if config.builder.services == "external":
         return Supervisor([], location.workspace / "logs")
     specs: list[ChildSpec] = []
-    ranks = {"producers": 0, "endpoint": 0, "processors": 1, "learner": 2, "metrics": 3}
+    ranks = {"producers": 0, "endpoint": 0, "processors": 1, "learner": 2, "tracker": 3, "metrics": 4}
     for name, settings in services_of(config, location, run_id, validation=validation_config(config)).items():
         service = name.rsplit("-", 1)[0]
         command = [
@@ -344,7 +344,7 @@ def _supervisor(config: RunConfig, lease: WorkspaceLease, run_id: str, artifacts
             "-",
         ]
         stdin = with_secrets(settings).encode()
-        specs.append(ChildSpec(name, command, stdin, ranks[service], is_forked=service in WITH_MODELS))
+        specs.append(ChildSpec(name, command, stdin, ranks[service], service in WITH_MODELS, service != "tracker"))
     return Supervisor(
         specs,
         location.workspace / "logs",

@@ -37,6 +37,7 @@ from rollstream.schemas.services import (
     ProcessorSettings,
     ProducerSettings,
     ServiceSettings,
+    TrackerServiceSettings,
 )
 from rollstream.schemas.variables import conceal_variables, expand, variables_in
 
@@ -48,11 +49,12 @@ KINDS: dict[str, type[ServiceSettings]] = {
     "processors": ProcessorSettings,
     "learner": LearnerSettings,
     "metrics": MetricsSettings,
+    "tracker": TrackerServiceSettings,
     "gateway": EndpointSettings,
     "endpoint": EndpointSettings,
 }
 GATEWAY = "rollstream.producers.openai.service"
-MODULES = {"gateway": GATEWAY, "endpoint": GATEWAY}
+MODULES = {"gateway": GATEWAY, "endpoint": GATEWAY, "tracker": "rollstream.metrics.trackers.service"}
 """Modules whose `serve` runs a service that has no package of its own."""
 CLI = "rollstream.harness.cli.main"
 WITH_MODELS = ("producers", "learner")

@@ -55,6 +55,8 @@ class ChildSpec:
     """Children of a lower rank are stopped before those of a higher one."""
     is_forked: bool = False
     """Start it by the fork server, if there is one; `command` is the interpreter, `-m`, and what to run then."""
+    is_needed: bool = True
+    """Whether the run fails if it exits too often; otherwise it is always restarted."""
 
 
 @dataclass
@@ -214,7 +216,7 @@ class Supervisor:
             return self.first_backoff_s
         child.is_alone |= code > 0
         wait_s = child.restarts.add()
-        if child.restarts.are_too_many:
+        if child.restarts.are_too_many and child.spec.is_needed:
             raise RunFailedError(
                 f"service {name} exited {child.restarts.count} times without progress (the last time it {how}): "
                 f"{words} (see {self.logs / name}.log)"

@@ -21,6 +21,8 @@ PATIENCE_S = 5.0
 """Maximum seconds for which a service that starts or ends holds the file without answering."""
 POLL_S = 0.1
 MAX_SQL_BYTES = 1024 * 1024
+NAMED_RUNS = 10
+"""Runs that an error names."""
 MAX_QUOTED = 200
 """Characters of an answer that an error quotes."""
 
@@ -57,6 +59,16 @@ def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000,
     if "error" in answered.answer:
         raise QueryError(answered.answer["error"])
     return result_of(answered.answer)
+
+
+def check_run(workspace: Path, run_id: str, *, fresh: bool = True) -> None:
+    """Raises QueryError for a run that the metrics do not have; see `query` for `fresh`."""
+    name = run_id.replace("'", "''")
+    if query(workspace, f"SELECT 1 FROM runs WHERE run_id = '{name}'", fresh=fresh).rows:
+        return
+    newest = f"SELECT run_id FROM runs ORDER BY started_at DESC, run_id LIMIT {NAMED_RUNS}"
+    known = ", ".join(row[0] for row in query(workspace, newest, fresh=False).rows) or "none yet"
+    raise QueryError(f"run {run_id} does not exist; known runs, the newest first: {known}")
 
 
 class _Answered(NamedTuple):

@@ -1,0 +1,59 @@
+"""`trainers.X.trackers`: experiment trackers that show a run's metrics while it trains."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Discriminator, Field, JsonValue, Tag
+
+from rollstream.schemas.base import Settings
+from rollstream.schemas.permissions import CODE
+
+CUSTOM = "python"
+"""Tag of trackers from elsewhere."""
+
+
+class TrackerSettings(Settings):
+    """Keys common to all trackers."""
+
+    kind: str
+    poll_interval_s: float = Field(default=10.0, gt=0)
+    """Seconds between two looks for new values."""
+
+
+class TensorBoardSettings(TrackerSettings):
+    """Event files for TensorBoard, in `log_dir/JOB_ID`."""
+
+    kind: Literal["tensorboard"] = "tensorboard"  # pyright: ignore[reportIncompatibleVariableOverride]
+    log_dir: Path = Path("tensorboard")
+    """Relative to the folder that the command is started in."""
+
+
+class WandbSettings(TrackerSettings):
+    """Weights & Biases: one of its runs a job, in a group named like our run. Its key is in WANDB_API_KEY."""
+
+    kind: Literal["wandb"] = "wandb"  # pyright: ignore[reportIncompatibleVariableOverride]
+    project: str = "rollstream"
+    entity: str | None = None
+    """User or team; None: the key's default."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes files in the workspace, which `wandb sync` sends later."""
+    tags: tuple[str, ...] = ()
+
+
+class CustomTrackerSettings(TrackerSettings):
+    """A tracker from elsewhere: `kind: python:module.Name`, called with the job, `options` and what it kept."""
+
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+def _kind(value: Any) -> str | None:
+    kind = cast("dict[str, Any]", value).get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return CUSTOM if isinstance(kind, str) and kind.startswith(CODE) else kind
+
+
+Tracker = Annotated[
+    Annotated[TensorBoardSettings, Tag("tensorboard")]
+    | Annotated[WandbSettings, Tag("wandb")]
+    | Annotated[CustomTrackerSettings, Tag(CUSTOM)],
+    Discriminator(_kind),
+]

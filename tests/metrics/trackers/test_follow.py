@@ -1,0 +1,177 @@
+"""A tracker gets every point of a run once: in steps, over crashes at each moment, and over its own outages."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from rollstream.metrics.trackers import points
+from rollstream.metrics.trackers.follow import Follower, unfinished_runs
+from rollstream.metrics.trackers.points import jobs_of, new_points
+from rollstream.schemas import ids
+from rollstream.schemas.base import Event
+from rollstream.schemas.errors import RollstreamError
+from rollstream.schemas.events import GroupClosed, RunEnded, TaskRequested
+from rollstream.schemas.trackers import CustomTrackerSettings
+from tests.metrics.trackers.conftest import RUN, Crash, KeptTracker, Projected, asking
+
+SETTINGS = CustomTrackerSettings(kind="python:a.B")
+SFT, RL = f"{RUN}/sft", f"{RUN}/rl"
+EXPECTED = {SFT: [("training", 1)], RL: [("training", 2), ("training", 3), ("epoch", 0), ("epoch", 1)]}
+
+
+def follower(tracker: KeptTracker, workspace: Path) -> Follower:
+    return Follower(RUN, SETTINGS, tracker.open, workspace)
+
+
+def steps(tracker: KeptTracker) -> dict[str, list[tuple[str, int]]]:
+    return {
+        job: [(mine[number].series, mine[number].step) for number in sorted(mine)]
+        for job, mine in tracker.points.items()
+    }
+
+
+def look_to_the_end(tracker: KeptTracker, workspace: Path) -> int:
+    """Look until nothing is new, with a new process after each crash; the number of crashes."""
+    for crashes in itertools.count():
+        one = follower(tracker, workspace)
+        try:
+            before = -1
+            while one.num_points > before:
+                before = one.num_points
+                one.look(asking(workspace))
+            one.look(asking(workspace))
+        except Crash:
+            one.close()
+            continue
+        one.close()
+        return crashes
+    raise AssertionError
+
+
+def test_points_of_a_run_have_their_values_by_name(projected: Projected, run_events: list[Event]) -> None:
+    ask = asking(projected(run_events))
+    jobs = {job.job_id: job for job in jobs_of(ask, RUN)}
+    found = new_points(ask, RUN, {job: {} for job in jobs}, is_over=True)
+    assert {job: (one.kind, one.state, one.is_over) for job, one in jobs.items()} == {
+        SFT: ("sft", "succeeded", True),
+        RL: ("rl", "succeeded", True),
+    }
+    assert jobs[RL].settings["model"]["path"] == "tiny"
+    assert {job: [(one.series, one.step) for one in ones] for job, ones in found.items()} == EXPECTED
+    trained = found[RL][0]
+    assert trained.time_ms > 1_790_000_000_000
+    assert trained.values["training/loss/total"] == 0.5
+    assert trained.values["training/seconds/fetch"] == 0.1
+    assert trained.values["training/epoch"] == 0
+    sealed = found[RL][3].values
+    assert sealed["epoch/avg_reward"] == pytest.approx((0.3 + 0.3 + 0.5) / 3)
+    assert sealed["epoch/curriculum_percentile"] == 0.5
+    assert sealed["epoch/zero_variance_groups"] == 1
+
+
+def test_a_growing_run_is_sent_in_steps(projected: Projected, run_events: list[Event]) -> None:
+    tracker = KeptTracker()
+    workspace = projected(run_events[:1])
+    for begin in range(1, len(run_events) - 1, 110):
+        projected(run_events[begin : min(begin + 110, len(run_events) - 1)])
+        look_to_the_end(tracker, workspace)
+    assert unfinished_runs(workspace, SETTINGS) == [RUN]
+    projected(run_events[-1:])
+    look_to_the_end(tracker, workspace)
+    assert {job: sorted(found) for job, found in steps(tracker).items()} == {
+        job: sorted(found) for job, found in EXPECTED.items()
+    }
+    assert tracker.again == []
+    assert sorted(tracker.closed[-2:]) == [(RL, "succeeded"), (SFT, "succeeded")]
+    assert unfinished_runs(workspace, SETTINGS) == []
+
+
+@pytest.mark.parametrize("moment", [0, 1, 3])
+def test_points_arrive_under_one_number_over_a_crash(
+    projected: Projected, run_events: list[Event], moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(points, "MAX_POINTS", 1)
+    workspace = projected(run_events)
+    tracker = KeptTracker()
+    tracker.crashes = {moment, moment + 3}
+    num_crashes = look_to_the_end(tracker, workspace)
+    assert num_crashes > 0
+    assert {job: sorted(found) for job, found in steps(tracker).items()} == {
+        job: sorted(found) for job, found in EXPECTED.items()
+    }
+    for mine in tracker.points.values():
+        assert sorted(mine) == list(range(len(mine)))
+    look_to_the_end(tracker, workspace)
+    ended = [one for one in tracker.closed if one[1] is not None]
+    assert sorted(ended) == [(RL, "succeeded"), (SFT, "succeeded")], "an ended job is not opened again"
+
+
+def test_what_a_crash_left_unsent_is_sent_before_newer_points(projected: Projected, run_events: list[Event]) -> None:
+    num_first = next(i for i, one in enumerate(run_events) if one.time_ms and getattr(one, "version", 0) == 2) + 1
+    workspace = projected(run_events[:num_first])
+    tracker = KeptTracker()
+    tracker.crashes = {1}
+    crashed = follower(tracker, workspace)
+    with pytest.raises(Crash):
+        crashed.look(asking(workspace))
+    crashed.close()
+    first = dict(tracker.points[next(iter(tracker.points))])
+    projected(run_events[num_first:])
+    look_to_the_end(tracker, workspace)
+    assert tracker.again == [(next(iter(tracker.points)), number) for number in first]
+    assert sorted(steps(tracker)[RL]) == sorted(EXPECTED[RL])
+
+
+def test_a_run_is_sent_by_one_process(projected: Projected, run_events: list[Event]) -> None:
+    workspace = projected([event for event in run_events if not isinstance(event, RunEnded)])
+    tracker = KeptTracker()
+    first, second = follower(tracker, workspace), follower(tracker, workspace)
+    first.look(asking(workspace))
+    with pytest.raises(RollstreamError, match="another process sends it to this tracker"):
+        second.look(asking(workspace))
+    first.close()
+    second.look(asking(workspace))
+    second.close()
+
+
+def test_an_ended_run_that_goes_on_is_followed_again(projected: Projected, run_events: list[Event]) -> None:
+    cut = next(i for i, one in enumerate(run_events) if getattr(one, "version", 0) == 3)
+    ended = RunEnded(run_id=RUN, time_ms=run_events[cut].time_ms, cause="failed", message="stopped")
+    workspace = projected([*run_events[:cut], ended])
+    tracker = KeptTracker()
+    look_to_the_end(tracker, workspace)
+    assert unfinished_runs(workspace, SETTINGS) == []
+    projected(run_events[cut:])
+    look_to_the_end(tracker, workspace)
+    assert sorted(steps(tracker)[RL]) == sorted(EXPECTED[RL])
+    assert tracker.again == []
+
+
+def test_a_validation_is_sent_once_all_its_tasks_are_closed(
+    projected: Projected, run_events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(points, "SETTLED_MS", 0)
+
+    def validated(index: int) -> list[Event]:
+        group = ids.validation_group_id(RUN, "rl", 0, "aaaaaaaa", index)
+        changes = {"group_id": group, "epoch": 0, "index": index, "purpose": "validation"}
+        closed = next(one for one in run_events if isinstance(one, GroupClosed) and one.job_id == RL)
+        members = [one.model_copy(update={"trajectory_id": f"{group}/{one.member}"}) for one in closed.members]
+        return [
+            next(one for one in run_events if isinstance(one, TaskRequested) and one.job_id == RL).model_copy(
+                update=changes
+            ),
+            closed.model_copy(update={**changes, "members": tuple(members)}),
+        ]
+
+    running = [event for event in run_events if not isinstance(event, RunEnded)]
+    (task, group), (second_task, second_group) = validated(0), validated(1)
+    workspace = projected([*running, task, second_task, group])
+    tracker = KeptTracker()
+    look_to_the_end(tracker, workspace)
+    assert ("validation", 0) not in steps(tracker)[RL]
+    projected([second_group])
+    look_to_the_end(tracker, workspace)
+    sent = tracker.points[RL][4]
+    assert (sent.series, sent.step, sent.values["validation/groups"]) == ("validation", 0, 2)
