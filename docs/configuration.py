@@ -46,6 +46,7 @@ SERVICES = {
     "serve processors": services.ProcessorSettings,
     "serve learner": services.LearnerSettings,
     "serve metrics": services.MetricsSettings,
+    "serve tracker": services.TrackerServiceSettings,
     "serve endpoint": services.EndpointSettings,
 }
 SHARED: Mapping[type[BaseModel], str] = {

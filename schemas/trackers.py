@@ -1,5 +1,6 @@
 """`trainers.X.trackers`: experiment trackers that show a run's metrics while it trains."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -17,7 +18,7 @@ class TrackerSettings(Settings):
 
     kind: str
     poll_interval_s: float = Field(default=10.0, gt=0)
-    """Seconds between two looks for new values."""
+    """Seconds between queries for new values."""
 
 
 class TensorBoardSettings(TrackerSettings):
@@ -33,27 +34,42 @@ class WandbSettings(TrackerSettings):
 
     kind: Literal["wandb"] = "wandb"  # pyright: ignore[reportIncompatibleVariableOverride]
     project: str = "rollstream"
+    """Project that gets the runs."""
     entity: str | None = None
     """User or team; None: the key's default."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes files in the workspace, which `wandb sync` sends later."""
     tags: tuple[str, ...] = ()
+    """Tags of each run there."""
 
 
 class CustomTrackerSettings(TrackerSettings):
     """A tracker from elsewhere: `kind: python:module.Name`, called with the job, `options` and what it kept."""
 
     options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Passed to it as they are."""
 
 
-def _kind(value: Any) -> str | None:
+BUILT_IN: Mapping[str, type[TrackerSettings]] = {"tensorboard": TensorBoardSettings, "wandb": WandbSettings}
+UNKNOWN = f"unknown kind; write {', '.join(BUILT_IN)} or {CODE}module.Name"
+
+
+def settings_class(kind: Any) -> type[TrackerSettings] | None:
+    """The class of a tracker's settings; None for an unknown kind."""
+    if isinstance(kind, str) and kind.startswith(CODE):
+        return CustomTrackerSettings
+    return BUILT_IN.get(kind) if isinstance(kind, str) else None
+
+
+def _tag(value: Any) -> str | None:
     kind = cast("dict[str, Any]", value).get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    return CUSTOM if isinstance(kind, str) and kind.startswith(CODE) else kind
+    found = settings_class(kind)
+    return None if found is None else CUSTOM if found is CustomTrackerSettings else str(kind)
 
 
 Tracker = Annotated[
     Annotated[TensorBoardSettings, Tag("tensorboard")]
     | Annotated[WandbSettings, Tag("wandb")]
     | Annotated[CustomTrackerSettings, Tag(CUSTOM)],
-    Discriminator(_kind),
+    Discriminator(_tag, custom_error_type="unknown_tracker", custom_error_message=UNKNOWN),
 ]

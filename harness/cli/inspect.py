@@ -1,13 +1,17 @@
-"""Commands `status`, `sql`, `plot` and `tiny-model`."""
+"""Commands `status`, `sql`, `plot`, `track` and `tiny-model`."""
 
 import asyncio
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.schemas.errors import ConfigError, QueryError
+
+if TYPE_CHECKING:
+    from rollstream.schemas.trackers import TrackerSettings
 
 
 @click.command()
@@ -81,6 +85,57 @@ def plot(run: str, output: Path | None, no_wait: bool, workspace: Path) -> None:
     with writing(path):
         plot_run(workspace, run, path, fresh=not no_wait)
     click.echo(str(path))
+
+
+@click.command()
+@click.argument("run")
+@click.option("--to", "kind", required=True, help="tensorboard, wandb, or python:module.Name.")
+@click.option(
+    "-o",
+    "options",
+    type=(str, str),
+    multiple=True,
+    metavar="KEY VALUE",
+    help="A key of the tracker's block in a run's file: `-o log_dir boards`, `-o project agents`. Repeatable.",
+)
+@WORKSPACE
+def track(run: str, kind: str, options: tuple[tuple[str, str], ...], workspace: Path) -> None:
+    """Send a run's metrics to an experiment tracker.
+
+    Sends what the tracker does not have yet and exits; during the run, the `trackers` of its file do so all the time.
+    The same kind and keys are the same tracker, so that nothing is sent twice.
+    """
+    from rollstream.metrics.sql.client import check_run
+    from rollstream.metrics.trackers.service import Tracking
+
+    settings = _tracker_settings(kind, options)
+    check_run(workspace, run)
+    tracking = Tracking(settings, workspace, (run,))
+    try:
+        tracking.catch_up(fresh=True)
+    finally:
+        tracking.close()
+    click.echo(f"{tracking.num_points} points of {run} sent to {kind}")
+
+
+def _tracker_settings(kind: str, options: tuple[tuple[str, str], ...]) -> "TrackerSettings":
+    """The tracker's settings. Raises ConfigError for an unknown kind or key."""
+    from pydantic import ValidationError
+
+    from rollstream.harness.config.yaml import apply_overrides
+    from rollstream.schemas.errors import first_invalid
+    from rollstream.schemas.trackers import UNKNOWN, settings_class
+
+    found = settings_class(kind)
+    if found is None:
+        raise ConfigError(f"track --to {kind}: {UNKNOWN}")
+    written: dict[str, Any] = {"kind": kind}
+    apply_overrides(written, options)
+    try:
+        return found.model_validate(written)
+    except ValidationError as error:
+        key, message = first_invalid(error, model=found)
+        raise ConfigError(f"track -o {key}: {message[:1].lower()}{message[1:]}") from error
 
 
 @click.command("tiny-model")

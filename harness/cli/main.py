@@ -32,7 +32,7 @@ COMMANDS = {
     "status": "inspect",
     "sql": "inspect",
     "plot": "inspect",
-    "track": "track",
+    "track": "inspect",
     "dlq": "dlq",
     "replay": "replay",
     "match": "match",

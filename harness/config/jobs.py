@@ -256,7 +256,8 @@ def services_of(
     `run_id`: the run that they serve; None: every run of the log. `validation`: see `allowed_by`; its modules too.
     """
     builder = config.builder
-    model_groups = () if run_id is None else tuple(ids.model_group(run_id, name) for name in config.by_group())
+    runs = () if run_id is None else (run_id,)
+    model_groups = tuple(ids.model_group(run, name) for run in runs for name in config.by_group())
     base: dict[str, Any] = {
         "bootstrap_servers": location.kafka.bootstrap_servers,
         "kafka": location.kafka.section,
@@ -279,7 +280,7 @@ def services_of(
             tick_interval_s=builder.tick_interval_s,
             gateway=builder.gateway.of_process(number) if "gateway" in builder.model_fields_set else None,
             modules=tuple(dict.fromkeys(builder.modules + (validation.builder.modules if validation else ()))),
-            runs=() if run_id is None else (run_id,),
+            runs=runs,
         )
         for number in range(1, builder.num_producers + 1)
     ]
@@ -295,13 +296,10 @@ def services_of(
         own: dict[str, Any] = {"threads": config.adapter.threads, "ranks": config.adapter.ranks}
         services.append(LearnerSettings(**base, **own, name="learner-1", model_groups=model_groups))
     services += [
-        TrackerServiceSettings(
-            **base, name=f"tracker-{number}", tracker=tracker, runs=() if run_id is None else (run_id,)
-        )
+        TrackerServiceSettings(**base, name=f"tracker-{number}", tracker=tracker, runs=runs)
         for number, tracker in enumerate(config.trainer.trackers, 1)
     ]
-    services.append(MetricsSettings(**base, name="metrics-1"))
-    return {service.name: service for service in services}
+    return {service.name: service for service in (*services, MetricsSettings(**base, name="metrics-1"))}
 
 
 def _asked_of_answers(config: RunConfig, run_id: str) -> dict[str, Any]:

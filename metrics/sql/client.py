@@ -37,11 +37,24 @@ def port_file(workspace: Path) -> Path:
     return workspace / "metrics.json"
 
 
-def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000, timeout_s: float = 30.0) -> Result:
+class NotServedError(QueryError):
+    """The metrics service is not up."""
+
+
+def query(
+    workspace: Path,
+    sql: str,
+    *,
+    fresh: bool = True,
+    limit: int = 10_000,
+    timeout_s: float = 30.0,
+    is_served: bool = False,
+) -> Result:
     """Rows of one SELECT, at most `limit`. `fresh`: first wait for all that is in the log now.
 
-    Raises QueryError, in one line, for a query that is refused, wrong or too slow, and for a file that is absent or in
-    use.
+    `is_served`: ask the service alone, and never open the file, which would keep a service that starts from it. Raises
+    QueryError, in one line, for a query that is refused, wrong or too slow, and for a file that is absent or in use;
+    NotServedError if only the service was to be asked, and is not up.
     """
     size_bytes = len(sql.encode(errors="replace"))
     if size_bytes > MAX_SQL_BYTES:
@@ -49,6 +62,8 @@ def query(workspace: Path, sql: str, *, fresh: bool = True, limit: int = 10_000,
     asked = {"sql": sql, "fresh": fresh, "limit": limit, "timeout_s": timeout_s}
     num_found_in_use = 0
     while (answered := _ask_service(workspace, asked)).answer is None:
+        if is_served:
+            raise NotServedError(f"the metrics service of {workspace} is not up{answered.other}; start it")
         try:
             return _ask_file(workspace, sql, limit=limit, timeout_s=timeout_s)
         except MetricsFileError as error:

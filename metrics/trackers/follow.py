@@ -39,20 +39,20 @@ MAX_OPEN = 8
 logger = logging.getLogger(__name__)
 
 
-class Position(BaseModel):
-    """What the tracker of a job has."""
+class SentPoints(BaseModel):
+    """Points of a job that its tracker has."""
 
     reach: dict[Series, int] = Field(default_factory=dict)
     num_points: int = 0
     sending: dict[Series, int] | None = None
     """The reach after points that are being sent."""
     kept: dict[str, Any] = Field(default_factory=dict)
-    """What the tracker wants to know when it is opened again."""
+    """Result of the tracker's last `log`, for when it is opened again."""
     state: str = ""
-    """The job's end that it was told."""
+    """State at the job's end that the tracker was given."""
 
 
-class Follower:
+class TrackedRun:
     """A run and a tracker. One thread at a time uses it."""
 
     def __init__(self, run_id: str, settings: TrackerSettings, open_tracker: OpenTracker, workspace: Path) -> None:
@@ -60,14 +60,14 @@ class Follower:
         self._open = open_tracker
         self._folders = {name: folder_of(workspace, settings) / name / file_name(run_id) for name in (OPEN, ENDED)}
         self._lock: int | None = None
-        self._positions: dict[str, Position] = {}
+        self._positions: dict[str, SentPoints] = {}
         self._trackers: dict[str, JobTracker] = {}
         self._is_finished = False
         self.num_points = 0
         """Points that this process has sent."""
 
-    def look(self, ask: Ask) -> None:
-        """Send what is new.
+    def send_new(self, ask: Ask) -> None:
+        """Send new points.
 
         Raises QueryError if the metrics cannot be asked, RollstreamError if another process sends the same, and
         whatever the tracker raises; the next call continues.
@@ -101,7 +101,7 @@ class Follower:
             return
         folder = self._folders[OPEN]
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if not folder.exists() and self._folders[ENDED].exists():  # the run was resumed, or is looked at once more
+        if not folder.exists() and self._folders[ENDED].exists():  # the run was resumed, or is sent once more
             move(self._folders[ENDED], folder)
         folder.mkdir(exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -129,7 +129,7 @@ class Follower:
     def _deliver(self, job: TrackedJob, points: list[Point], reach: Mapping[Series, int]) -> None:
         first = self._position(job.job_id).num_points
         kept = self._tracker(job).log(points, first)
-        self._write(job.job_id, Position(reach=dict(reach), num_points=first + len(points), kept=dict(kept)))
+        self._write(job.job_id, SentPoints(reach=dict(reach), num_points=first + len(points), kept=dict(kept)))
         self.num_points += len(points)
 
     def _finish(self, jobs: list[TrackedJob]) -> None:
@@ -155,12 +155,12 @@ class Follower:
         self._trackers[job.job_id] = found
         return found
 
-    def _position(self, job_id: str) -> Position:
+    def _position(self, job_id: str) -> SentPoints:
         if job_id not in self._positions:
             self._positions[job_id] = _read(self._file(job_id))
         return self._positions[job_id]
 
-    def _write(self, job_id: str, position: Position) -> None:
+    def _write(self, job_id: str, position: SentPoints) -> None:
         write_whole(self._file(job_id), position.model_dump_json())
         self._positions[job_id] = position
 
@@ -169,7 +169,7 @@ class Follower:
 
 
 def folder_of(workspace: Path, settings: TrackerSettings) -> Path:
-    """Folder of what a tracker has. The interval of looks does not make it another tracker."""
+    """Folder for the points that a tracker has. The polling interval does not make it another tracker."""
     target = hashlib.sha256(settings.model_dump_json(exclude={"poll_interval_s"}).encode()).hexdigest()[:8]
     return workspace / "trackers" / f"{file_name(settings.kind)}-{target}"
 
@@ -180,9 +180,9 @@ def unfinished_runs(workspace: Path, settings: TrackerSettings) -> list[str]:
     return sorted(unquote(one.name) for one in folder.iterdir()) if folder.exists() else []
 
 
-def _read(path: Path) -> Position:
+def _read(path: Path) -> SentPoints:
     found = read_json(path)
     try:
-        return Position.model_validate(found)
+        return SentPoints.model_validate(found)
     except ValueError as error:
         raise RollstreamError(f"{path} is damaged; remove it to send all points of the job again") from error

@@ -1,4 +1,4 @@
-"""What a tracker gets of a run: points of its jobs, read from the metrics by SQL."""
+"""Points of a run's jobs for a tracker, read from the metrics by SQL."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ Ask = Callable[[str], Sequence[Sequence[Any]]]
 """Runs a query and returns its rows."""
 
 MAX_POINTS = 1000
-"""Of one series that are read at a time."""
+"""Maximum points of one series that are read at a time."""
 NOT_BEGUN = -1
 """Below every version and epoch."""
 SETTLED_MS = 10_000
@@ -28,7 +28,7 @@ class Point(NamedTuple):
     time_ms: int
     """Time of its event."""
     values: dict[str, float]
-    """By name: `training/loss/total`, `epoch/avg_reward`, ..."""
+    """Names are like `training/loss/total` and `epoch/avg_reward`."""
 
 
 class TrackedJob(NamedTuple):

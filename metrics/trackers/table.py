@@ -38,14 +38,14 @@ OpenTracker = Callable[[TrackedJob, Mapping[str, Any]], JobTracker]
 
 
 def opener(settings: TrackerSettings, workspace: Path) -> OpenTracker:
-    """How trackers with these settings are opened. Raises ConfigError as `check_tracker` does."""
+    """Return a function that opens trackers with these settings. Raises ConfigError as `check_tracker` does."""
     check_tracker(settings, "tracker")
     if isinstance(settings, TensorBoardSettings):
-        from rollstream.metrics.trackers.tensorboard import EventFile
+        from rollstream.metrics.trackers.built_in import EventFile
 
         return lambda job, kept: EventFile(settings, job, kept)
     if isinstance(settings, WandbSettings):
-        from rollstream.metrics.trackers.wandb import WandbRun
+        from rollstream.metrics.trackers.built_in import WandbRun
 
         return lambda job, kept: WandbRun(settings, job, workspace / "wandb")
     make = import_named(settings.kind, "tracker.kind")

@@ -1,10 +1,8 @@
-"""The built-in trackers, with their own packages: files of TensorBoard and of Weights & Biases hold each point once."""
+"""Trackers behind the service: TensorBoard, Weights & Biases, and one of users that fails at first."""
 
 import asyncio
-import json
 import logging
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,10 +11,12 @@ import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.metrics.service import run as run_metrics
+from rollstream.metrics.trackers.built_in import EventFile
 from rollstream.metrics.trackers.points import Point, TrackedJob
-from rollstream.metrics.trackers.service import Following, serve
+from rollstream.metrics.trackers.service import Tracking, serve
 from rollstream.metrics.trackers.table import check_tracker
-from rollstream.metrics.trackers.tensorboard import EventFile
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import TrackerServiceSettings
@@ -47,58 +47,22 @@ def test_an_event_file_loses_what_a_killed_process_did_not_record(tmp_path: Path
     assert scalars(folder, "epoch/avg_reward") == [(0, 0.25)]
 
 
-@pytest.mark.parametrize("job_id", ["run/..", "../../up", "run/.", "a b/ü"])
+@pytest.mark.parametrize("job_id", ["..", ".", "../../up", "a b/ü"])
 def test_an_event_file_stays_in_its_folder(tmp_path: Path, job_id: str) -> None:
     log_dir = tmp_path / "one" / "two" / "boards"
-    EventFile(TensorBoardSettings(log_dir=log_dir), JOB._replace(job_id=job_id), {}).close(None)
-    files = [path for path in tmp_path.rglob("*tfevents*")]
+    EventFile(TensorBoardSettings(log_dir=log_dir), JOB._replace(run_id=job_id, job_id=f"{job_id}/.."), {}).close(None)
+    files = list(tmp_path.rglob("*tfevents*"))
     assert [path.is_relative_to(log_dir) and path.parent != log_dir for path in files] == [True]
 
 
-def wandb_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """History rows of the file of an offline run: records of LevelDB's log format, in blocks of 32 KiB."""
-    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
-
-    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    data, offset, parts = path.read_bytes(), 7, b""
-    while offset + 7 <= len(data):
-        if 32768 - offset % 32768 < 7:
-            offset += 32768 - offset % 32768
-        length, kind = struct.unpack_from("<HB", data, offset + 4)
-        parts += data[offset + 7 : offset + 7 + length]
-        offset += 7 + length
-        if kind in {1, 4}:  # a whole record, or its last part
-            record = Record.FromString(parts)
-            parts = b""
-            if record.WhichOneof("record_type") == "history":
-                yield {one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in record.history.item}
-
-
-def test_a_run_of_wandb_has_a_step_for_each_point(
-    projected: Projected, run_events: list[Event], tmp_path: Path
-) -> None:
+def test_a_job_has_a_run_of_wandb(projected: Projected, run_events: list[Event]) -> None:
     workspace = projected(run_events)
-    following = Following(WandbSettings(mode="offline", project="demo"), workspace, (RUN,))
-    following.catch_up()
-    following.close()
+    tracking = Tracking(WandbSettings(mode="offline", project="demo"), workspace, (RUN,))
+    tracking.catch_up()
+    tracking.close()
     wandb.teardown()
-    assert following.num_points == 5
-    runs = sorted((workspace / "wandb" / "wandb").glob("offline-run-*"))
-    assert len(runs) == 2
-    found = [row for folder in runs for row in wandb_rows_of(folder, tmp_path)]
-    rows = [{name: value for name, value in row.items() if not name.startswith("_")} for row in found]
-    trained = {row["version"]: row["training/loss/total"] for row in rows if "version" in row}
-    assert trained == {1: 1.0, 2: 0.5, 3: pytest.approx(1 / 3)}
-    assert sorted(row["epoch"] for row in rows if "epoch/avg_reward" in row) == [0, 1]
-    steps = sorted(row["_step"] for row in found if "version" in row or "epoch" in row)
-    assert steps == [0, 0, 1, 2, 3]
-
-
-def wandb_rows_of(run: Path, tmp_path: Path) -> list[dict[str, Any]]:
-    alone = tmp_path / "alone" / run.name / "wandb"
-    alone.mkdir(parents=True)
-    (alone / run.name).symlink_to(run)
-    return list(wandb_rows(alone.parent))
+    assert tracking.num_points == 5
+    assert len([*(workspace / "wandb" / "wandb").glob("offline-run-*")]) == 2
 
 
 class Collected:
@@ -121,9 +85,9 @@ class Collected:
 
 
 def test_the_service_sends_over_outages_and_what_is_left_when_it_is_stopped(
-    projected: Projected, run_events: list[Event], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run_events: list[Event], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workspace = projected(run_events)
+    workspace = tmp_path
     monkeypatch.setattr(Collected, "points", [])
     monkeypatch.setattr(Collected, "num_failures", 2)
     tracker = CustomTrackerSettings(
@@ -139,19 +103,24 @@ def test_the_service_sends_over_outages_and_what_is_left_when_it_is_stopped(
     )
 
     async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        await log.send_all(run_events)
         serving = asyncio.create_task(serve(settings))
+        await asyncio.sleep(0.2)  # the metrics service is not up yet
+        projecting = asyncio.create_task(run_metrics(log, workspace))
         while Collected.num_failures:
             await asyncio.sleep(0.05)
-        serving.cancel()
-        with suppress(asyncio.CancelledError):
-            await serving
+        for one in (serving, projecting):
+            one.cancel()
+            with suppress(asyncio.CancelledError):
+                await one
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())
     assert len(Collected.points) == 5
     assert "OSError" in caplog.text
     assert "mine: the server is down" in caplog.text
-    assert "trying again in" in caplog.text
+    assert "everything that is missing will be sent" in caplog.text
 
 
 def test_a_tracker_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

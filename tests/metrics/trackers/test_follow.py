@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.metrics.trackers import points
-from rollstream.metrics.trackers.follow import Follower, unfinished_runs
+from rollstream.metrics.trackers.follow import TrackedRun, unfinished_runs
 from rollstream.metrics.trackers.points import jobs_of, new_points
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
@@ -20,8 +20,8 @@ SFT, RL = f"{RUN}/sft", f"{RUN}/rl"
 EXPECTED = {SFT: [("training", 1)], RL: [("training", 2), ("training", 3), ("epoch", 0), ("epoch", 1)]}
 
 
-def follower(tracker: KeptTracker, workspace: Path) -> Follower:
-    return Follower(RUN, SETTINGS, tracker.open, workspace)
+def tracked(tracker: KeptTracker, workspace: Path) -> TrackedRun:
+    return TrackedRun(RUN, SETTINGS, tracker.open, workspace)
 
 
 def steps(tracker: KeptTracker) -> dict[str, list[tuple[str, int]]]:
@@ -31,16 +31,16 @@ def steps(tracker: KeptTracker) -> dict[str, list[tuple[str, int]]]:
     }
 
 
-def look_to_the_end(tracker: KeptTracker, workspace: Path) -> int:
-    """Look until nothing is new, with a new process after each crash; the number of crashes."""
+def send_to_the_end(tracker: KeptTracker, workspace: Path) -> int:
+    """Send until nothing is new, with a new process after each crash; the number of crashes."""
     for crashes in itertools.count():
-        one = follower(tracker, workspace)
+        one = tracked(tracker, workspace)
         try:
             before = -1
             while one.num_points > before:
                 before = one.num_points
-                one.look(asking(workspace))
-            one.look(asking(workspace))
+                one.send_new(asking(workspace))
+            one.send_new(asking(workspace))
         except Crash:
             one.close()
             continue
@@ -75,10 +75,10 @@ def test_a_growing_run_is_sent_in_steps(projected: Projected, run_events: list[E
     workspace = projected(run_events[:1])
     for begin in range(1, len(run_events) - 1, 110):
         projected(run_events[begin : min(begin + 110, len(run_events) - 1)])
-        look_to_the_end(tracker, workspace)
+        send_to_the_end(tracker, workspace)
     assert unfinished_runs(workspace, SETTINGS) == [RUN]
     projected(run_events[-1:])
-    look_to_the_end(tracker, workspace)
+    send_to_the_end(tracker, workspace)
     assert {job: sorted(found) for job, found in steps(tracker).items()} == {
         job: sorted(found) for job, found in EXPECTED.items()
     }
@@ -95,30 +95,32 @@ def test_points_arrive_under_one_number_over_a_crash(
     workspace = projected(run_events)
     tracker = KeptTracker()
     tracker.crashes = {moment, moment + 3}
-    num_crashes = look_to_the_end(tracker, workspace)
+    num_crashes = send_to_the_end(tracker, workspace)
     assert num_crashes > 0
     assert {job: sorted(found) for job, found in steps(tracker).items()} == {
         job: sorted(found) for job, found in EXPECTED.items()
     }
     for mine in tracker.points.values():
         assert sorted(mine) == list(range(len(mine)))
-    look_to_the_end(tracker, workspace)
+    send_to_the_end(tracker, workspace)
     ended = [one for one in tracker.closed if one[1] is not None]
     assert sorted(ended) == [(RL, "succeeded"), (SFT, "succeeded")], "an ended job is not opened again"
 
 
-def test_what_a_crash_left_unsent_is_sent_before_newer_points(projected: Projected, run_events: list[Event]) -> None:
+def test_points_that_a_crash_left_unsent_are_sent_before_newer_ones(
+    projected: Projected, run_events: list[Event]
+) -> None:
     num_first = next(i for i, one in enumerate(run_events) if one.time_ms and getattr(one, "version", 0) == 2) + 1
     workspace = projected(run_events[:num_first])
     tracker = KeptTracker()
     tracker.crashes = {1}
-    crashed = follower(tracker, workspace)
+    crashed = tracked(tracker, workspace)
     with pytest.raises(Crash):
-        crashed.look(asking(workspace))
+        crashed.send_new(asking(workspace))
     crashed.close()
     first = dict(tracker.points[next(iter(tracker.points))])
     projected(run_events[num_first:])
-    look_to_the_end(tracker, workspace)
+    send_to_the_end(tracker, workspace)
     assert tracker.again == [(next(iter(tracker.points)), number) for number in first]
     assert sorted(steps(tracker)[RL]) == sorted(EXPECTED[RL])
 
@@ -126,12 +128,12 @@ def test_what_a_crash_left_unsent_is_sent_before_newer_points(projected: Project
 def test_a_run_is_sent_by_one_process(projected: Projected, run_events: list[Event]) -> None:
     workspace = projected([event for event in run_events if not isinstance(event, RunEnded)])
     tracker = KeptTracker()
-    first, second = follower(tracker, workspace), follower(tracker, workspace)
-    first.look(asking(workspace))
+    first, second = tracked(tracker, workspace), tracked(tracker, workspace)
+    first.send_new(asking(workspace))
     with pytest.raises(RollstreamError, match="another process sends it to this tracker"):
-        second.look(asking(workspace))
+        second.send_new(asking(workspace))
     first.close()
-    second.look(asking(workspace))
+    second.send_new(asking(workspace))
     second.close()
 
 
@@ -140,10 +142,10 @@ def test_an_ended_run_that_goes_on_is_followed_again(projected: Projected, run_e
     ended = RunEnded(run_id=RUN, time_ms=run_events[cut].time_ms, cause="failed", message="stopped")
     workspace = projected([*run_events[:cut], ended])
     tracker = KeptTracker()
-    look_to_the_end(tracker, workspace)
+    send_to_the_end(tracker, workspace)
     assert unfinished_runs(workspace, SETTINGS) == []
     projected(run_events[cut:])
-    look_to_the_end(tracker, workspace)
+    send_to_the_end(tracker, workspace)
     assert sorted(steps(tracker)[RL]) == sorted(EXPECTED[RL])
     assert tracker.again == []
 
@@ -169,9 +171,9 @@ def test_a_validation_is_sent_once_all_its_tasks_are_closed(
     (task, group), (second_task, second_group) = validated(0), validated(1)
     workspace = projected([*running, task, second_task, group])
     tracker = KeptTracker()
-    look_to_the_end(tracker, workspace)
+    send_to_the_end(tracker, workspace)
     assert ("validation", 0) not in steps(tracker)[RL]
     projected([second_group])
-    look_to_the_end(tracker, workspace)
+    send_to_the_end(tracker, workspace)
     sent = tracker.points[RL][4]
     assert (sent.series, sent.step, sent.values["validation/groups"]) == ("validation", 0, 2)

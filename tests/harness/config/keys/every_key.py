@@ -124,6 +124,7 @@ TRAINER = {
     **COMPONENT, "planning": "submitted", "run_idle_timeout_s": 3.0,
     **_at("early_stopping", {"patience": 5, "min_delta": 0.5}), "validation_required": True,
     **_at("evaluation_gate", {"min_reward": 0.5, "max_drop": 0.5}),
+    "trackers": [{"kind": "tensorboard", "log_dir": "elsewhere"}],
 }  # fmt: skip
 FINETUNING = {
     "enabled": False, "trainer": "no_such", "trajectory_builder": "no_such", "trainer_adapter": "no_such",

@@ -33,7 +33,13 @@ from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import CurriculumLearningConfig, TrainerConfig, TrajectoryBuilderConfig
 from rollstream.schemas.kafka import KafkaSettings, connection, with_secrets
-from rollstream.schemas.services import EndpointSettings, LearnerSettings, ProcessorSettings, ProducerSettings
+from rollstream.schemas.services import (
+    EndpointSettings,
+    LearnerSettings,
+    ProcessorSettings,
+    ProducerSettings,
+    TrackerServiceSettings,
+)
 from rollstream.schemas.settings import JobSettings, JobSpec, PlanSettings, RolloutSettings
 from tests.harness.config.keys.every_key import (
     ADAPTER,
@@ -380,6 +386,7 @@ READERS: dict[type[BaseModel], tuple[str, ...]] = {
     EndpointSettings: ("producers", "eventlog", "schemas"),
     ProcessorSettings: ("processors", "eventlog", "schemas"),
     LearnerSettings: ("learner", "eventlog", "schemas"),
+    TrackerServiceSettings: ("metrics", "eventlog", "schemas"),
     KafkaSettings: ("eventlog", "schemas"),
 }
 
