@@ -1,21 +1,29 @@
 """Small runs from the command line to their end, and what can be asked of them afterwards."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
 def test_runs_train_share_a_workspace_and_can_be_asked(project: Any) -> None:
-    config = project.write(project.configuration(num_epochs=3))
+    tracked = project.configuration(num_epochs=3)
+    boards = project.folder / "boards"
+    trackers = [{"kind": "tensorboard", "log_dir": str(boards)}, {"kind": "python:json.dumps"}]
+    tracked["trainers"]["trainer"]["trackers"] = trackers
+    config = project.write(tracked)
     done = project.run("finetune", "--config_file", str(config), "--result_json_path", str(project.result))
     assert done.returncode == 0, done.stdout + done.stderr + project.logs()
     result = json.loads(project.result.read_text())
     assert result["status"] == "completed"
     assert (project.folder / "output" / "config.json").exists()
     assert (project.folder / "output" / "model.safetensors").exists()
+    assert "tracker python:json.dumps: run" in (project.workspace / "logs" / "tracker-2.log").read_text()
+    assert_every_point_is_in_the_event_file_once(project, result["run_id"], boards)
     assert_a_run_can_be_asked(project, result["run_id"])
     configuration = project.configuration(num_epochs=2, sampling={"max_new_tokens": 3, "top_p": 0.8})
     configuration["trainer_adapters"]["learner"]["warm_start"] = {"num_epochs": 2, "tasks_per_epoch": 2}
@@ -28,6 +36,17 @@ def test_runs_train_share_a_workspace_and_can_be_asked(project: Any) -> None:
     listed = project.run("runs").stdout
     assert result["run_id"] in listed
     assert "second-" in listed
+
+
+def assert_every_point_is_in_the_event_file_once(project: Any, run_id: str, boards: Path) -> None:
+    events = EventAccumulator(str(boards / run_id / "rl"))
+    events.Reload()
+    steps = project.rows("SELECT version, loss FROM training_steps ORDER BY version")
+    shown = [(one.step, one.value) for one in events.Scalars("training/loss/total")]
+    assert shown == [(row["version"], pytest.approx(row["loss"], abs=1e-6)) for row in steps]
+    assert [one.step for one in events.Scalars("epoch/avg_reward")] == [0, 1, 2]
+    again = project.run("track", run_id, "--to", "tensorboard", "-o", "log_dir", str(boards))
+    assert again.stdout == f"0 points of {run_id} sent to tensorboard\n", again.stderr
 
 
 def assert_a_run_can_be_asked(project: Any, run_id: str) -> None:
