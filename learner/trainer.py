@@ -21,7 +21,7 @@ from rollstream.learner.model.collate import check_lengths, check_token_ids, hol
 from rollstream.learner.model.loading import num_positions, warn_of_head
 from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
 from rollstream.learner.model.micro_batch import TrainRow
-from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
+from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, sharding_of_state, state_tensors
 from rollstream.learner.model.policy import PolicyModel, Reference, published_sha256
 from rollstream.learner.model.ranks import Ranks, failing_the_job
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, shares_prefixes, train_batch
@@ -195,9 +195,8 @@ class JobTrainer:
     def _like(self) -> dict[str, Tensor]:
         """Parameters whose sharding a state's tensors follow, by the tensors' names."""
         found = {f"weights/{name}": value for name, value in self.model.weights().items()}
-        for name, value in self.model.trainable():
-            found |= {f"optimizer/{name}/{kind}": value.detach() for kind in ("exp_avg", "exp_avg_sq")}
-        return found
+        of_optimizer = sharding_of_state(self.model.trainable())
+        return found | {f"optimizer/{name}": value for name, value in of_optimizer.items()}
 
     def write_shards(self, folder: Path) -> dict[str, str]:
         """Write the state of all processes into a folder; the sha256 of each file by name. Raises OSError."""

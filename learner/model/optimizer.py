@@ -17,6 +17,8 @@ Group = dict[str, Any]
 STEP = "step"
 """Key of a parameter's state: its number of steps. It stays in main memory."""
 CPU = torch.device("cpu")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Keys of the states that are in shards as their parameter is, where several processes train."""
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -118,6 +120,11 @@ def state_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters)
         for name, parameter in parameters
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def sharding_of_state(parameters: NamedParameters) -> dict[str, torch.Tensor]:
+    """The parameter whose sharding each moment of it follows, by the names of `state_tensors`."""
+    return {f"{name}/{kind}": parameter.detach() for name, parameter in parameters for kind in MOMENTS}
 
 
 def load_state_tensors(

@@ -12,6 +12,5 @@ def refused(settings: JobSettings) -> str:
         f"optimizer.kind: {optimizer.kind}": optimizer.kind != "adamw",
         "model.compile": model.compile,
         "model.quantization": model.quantization is not None,
-        "optimizer.offload": optimizer.offload is not None,
     }
     return next((what for what, is_asked in odd.items() if is_asked), "")

@@ -17,7 +17,7 @@ from rollstream.learner.algorithms.base import Algorithm, BatchView, Member, Row
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.builtin.malt import Malt
 from rollstream.learner.checkpoints.checkpoint import part
-from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, state_tensors
+from rollstream.learner.model.optimizer import load_state_tensors, make_optimizer, sharding_of_state, state_tensors
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import train_batch
 from rollstream.learner.parallel.process_ranks import ProcessRanks, joined, shares
@@ -132,14 +132,14 @@ class Training:
         with torch.no_grad():
             for name, value in self.model.trainable():
                 value.copy_(tensors[f"weights/{name}"])
-        load_state_tensors(self.optimizer, self.model.trainable(), part(tensors, "optimizer"))
+        offload = self.settings.optimizer.offload
+        load_state_tensors(self.optimizer, self.model.trainable(), part(tensors, "optimizer"), offload)
 
     def like(self) -> dict[str, torch.Tensor]:
         """The shards to read: of the optimizer's, those of the parameters they belong to."""
         found = {f"weights/{name}": value.detach() for name, value in self.model.trainable()}
-        for name, value in self.model.trainable():
-            found |= {f"optimizer/{name}/{kind}": value.detach() for kind in ("exp_avg", "exp_avg_sq")}
-        return found
+        of_optimizer = sharding_of_state(self.model.trainable())
+        return found | {f"optimizer/{name}": value for name, value in of_optimizer.items()}
 
     def keep(self, folder: Path, name: str) -> None:
         if self.model.ranks.index:  # rank 0 tells the others which weights it wants

@@ -1,0 +1,91 @@
+"""Optimizers and other options of several real processes: as one trains alone, and from a checkpoint to equal bits."""
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.tensor import DTensor
+
+from rollstream.learner.model.optimizer import STEP, load_state_tensors, state_tensors
+from rollstream.learner.model.policy import PolicyModel, make_deterministic
+from rollstream.learner.parallel.process_ranks import ProcessRanks, joined
+from rollstream.learner.parallel.sharded_policy import ShardedPolicy, checkpointed, write_shards
+from rollstream.schemas.settings import JobSettings
+from tests.learner.parallel.test_sharded_training import Training, furthest, settings, weights
+from tests.rigs.services.process_group import together
+
+pytestmark = pytest.mark.slow
+NUM_STEPS = 10
+OPTIONS = ("offload",)
+
+
+def of(model: Path, option: str) -> JobSettings:
+    """A job with one of the options."""
+    chosen = settings(model, "full")
+    changes = {"offload": {"offload": "cpu"}}[option]
+    return chosen.model_copy(update={"optimizer": chosen.optimizer.model_copy(update=changes)})
+
+
+def trained(chosen: JobSettings, ranks: ProcessRanks, folder: Path, option: str) -> Training:
+    """Steps of this process with others, which keep their shards midway."""
+    training = Training(ShardedPolicy(chosen.model, ranks, seed=7), chosen, option)
+    training.run(0, NUM_STEPS // 2)
+    write_shards(training.state(), folder / f"{option}-shards")
+    training.run(NUM_STEPS // 2, NUM_STEPS)
+    training.keep(folder, f"{option}-{ranks.num}")
+    return training
+
+
+def resumed(chosen: JobSettings, ranks: ProcessRanks, folder: Path, option: str) -> None:
+    """The later steps of this process with others, from shards of two."""
+    training = Training(ShardedPolicy(chosen.model, ranks, seed=7), chosen, option)
+    training.restore(checkpointed(folder / f"{option}-shards", {}, training.like(), ranks))
+    training.run(NUM_STEPS // 2, NUM_STEPS)
+    training.keep(folder, f"{option}-{ranks.num}-resumed")
+
+
+def two(model: Path, folder: Path) -> None:
+    """One of two processes."""
+    make_deterministic(1)
+    with joined() as ranks:
+        for option in OPTIONS:
+            chosen = of(model, option)
+            training = trained(chosen, ranks, folder, option)
+            resumed(chosen, ranks, folder, option)
+            assert_state_moves(training)
+
+
+def assert_state_moves(training: Training) -> None:
+    """The state of shards is held on another device than they are, in shards; its number of steps stays."""
+    named = training.model.trainable()
+    load_state_tensors(training.optimizer, named, state_tensors(training.optimizer, named), "meta")
+    for parameter, state in training.optimizer.state.items():
+        assert isinstance(parameter, DTensor)
+        assert state[STEP].device.type == "cpu"
+        for kind in state.keys() - {STEP}:
+            assert state[kind].placements == parameter.placements
+            assert state[kind].to_local().device.type == "meta"
+            assert state[kind].to_local().shape == parameter.to_local().shape
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that two processes trained, and this one alone."""
+    found = tmp_path_factory.mktemp("options")
+    make_deterministic(1)
+    together(2, two, tiny_model, found)
+    for option in OPTIONS:
+        chosen = of(tiny_model, option)
+        training = Training(PolicyModel(chosen.model, seed=7), chosen, option)
+        training.keep(found, f"{option}-base")
+        training.run(0, NUM_STEPS)
+        training.keep(found, f"{option}-alone")
+    return found
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_two_processes_train_what_one_trains_alone_and_resume_to_equal_bits(folder: Path, option: str) -> None:
+    base, alone, found = (weights(folder, f"{option}-{name}") for name in ("base", "alone", "2"))
+    assert furthest(base, alone) > 1e-3
+    assert furthest(alone, found) < 1e-5
+    whole, again = ((folder / f"{option}-{name}.safetensors").read_bytes() for name in ("2", "2-resumed"))
+    assert whole == again
