@@ -257,10 +257,11 @@ def enable_checkpointing(model: Any, path: str) -> None:
         raise ModelError(f"model {path}: {error} Leave gradient_checkpointing off.") from error
 
 
-def compile_layers(model: Any, path: str) -> None:
+def compile_layers(model: Any, path: str, *, has_weights: bool = True) -> None:
     """Compile each layer of a transformers model, for any number of rows and tokens; attention over a tree is not.
 
-    Raises ModelError if it has no layers that are known as such, or if there is nothing here to compile them with.
+    Raises ModelError if it has no layers that are known as such, or if there is nothing here to compile them with,
+    which shows in a forward pass: not without weights, where another process of this job has them and looks.
     """
     from torch._dynamo.exc import TorchDynamoException
 
@@ -271,6 +272,8 @@ def compile_layers(model: Any, path: str) -> None:
     AttentionInterface.register(tree_attention.NAME, torch.compiler.disable(tree_attention.attend))
     for layer in layers:
         layer.compile(dynamic=True)
+    if not has_weights:
+        return
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     try:
         decoder(input_ids=ids, use_cache=False)

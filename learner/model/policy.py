@@ -91,7 +91,7 @@ class PolicyModel:
         if settings.gradient_checkpointing:
             enable_checkpointing(inner(self.module), settings.path)
         if settings.compile:
-            compile_layers(inner(self.module), settings.path)
+            compile_layers(inner(self.module), settings.path, has_weights=has_weights)
         self.use_dropout(True)
 
     @property

@@ -74,7 +74,10 @@ class ShardedPolicy(PolicyModel):
         )
 
     def _shard(self, ranks: ProcessRanks) -> None:
-        """Layer by layer, then what is left: embeddings, norm and head, which stay whole from forward to backward."""
+        """Layer by layer, then what is left: embeddings, norm and head, which stay whole from forward to backward.
+
+        A layer's forward pass that is compiled does not contain what gathers it: torch runs that before and after it.
+        """
         of_layer, of_rest = gathered_as(self.compute_dtype, fp32_head=self.settings.fp32_head)
         shard: Callable[..., Any] = partial(fully_shard, mesh=ranks.mesh(self.device))
         for layer in [part for part in self.module.modules() if isinstance(part, GradientCheckpointingLayer)]:
