@@ -7,7 +7,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim._muon import (  # pyright: ignore[reportPrivateUsage]
+    _adjust_lr,
+    _zeropower_via_newtonschulz,
+)
 
+from rollstream.learner.model.ranks import whole
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.settings import OptimizerSettings
 
@@ -17,8 +23,41 @@ Group = dict[str, Any]
 STEP = "step"
 """Key of a parameter's state: its number of steps. It stays in main memory."""
 CPU = torch.device("cpu")
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
+"""Key of Muon's state."""
+MOMENTS = ("exp_avg", "exp_avg_sq", MOMENTUM)
 """Keys of the states that are in shards as their parameter is, where several processes train."""
+
+
+class MuonOfShards(torch.optim.Muon):
+    """Muon of matrices in shards (DTensor): each update is that of the whole matrix, to the bits of torch's Muon.
+
+    torch's own step of shards exchanges data 16 times a matrix, gives other bits, and fails at matrices of one row.
+    Here each process gathers the momentum of a matrix once, in bfloat16, in which it is orthogonalised, and all compute
+    the same.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step. All processes must take it."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: DTensor, group: Group) -> None:
+        gradient, state, momentum = parameter.grad, self.state[parameter], group["momentum"]
+        assert gradient is not None
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(gradient)
+        state[MOMENTUM].lerp_(gradient, 1 - momentum)
+        ahead = gradient.lerp(state[MOMENTUM], momentum)  # Nesterov's, which is Muon's default
+        gathered = whole(ahead.to(torch.bfloat16))
+        update = _zeropower_via_newtonschulz(gathered, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        replicas = DTensor.from_local(update, parameter.device_mesh, [Replicate()], run_check=False)
+        own = replicas.redistribute(placements=parameter.placements)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(own, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -29,7 +68,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, matrices: Sequence[torch.nn.Parameter], rest: list[Group], settings: OptimizerSettings) -> None:
         """`rest`: parameter groups of AdamW, as `make_optimizer` makes them."""
-        muon = torch.optim.Muon(
+        of_matrices = MuonOfShards if isinstance(matrices[0], DTensor) else torch.optim.Muon
+        muon = of_matrices(
             matrices, lr=settings.learning_rate, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
         self._parts = [muon, *([_adamw(rest, settings)] if rest else [])]
@@ -93,6 +133,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Use `rate` from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def steps_together(settings: OptimizerSettings) -> bool:
+    """Whether several processes wait for each other within a step."""
+    return settings.kind == "muon"
 
 
 def take_step(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:

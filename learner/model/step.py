@@ -5,6 +5,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from rollstream.learner.model import collate
 from rollstream.learner.model.aggregation import backward, divisors, fetched, share_of, without_loss
 from rollstream.learner.model.memory import MicroBatchBudget, in_optimizer_step
 from rollstream.learner.model.micro_batch import MicroBatch, TrainRow, Unit, moved
-from rollstream.learner.model.optimizer import learning_rate, set_learning_rate, take_step
+from rollstream.learner.model.optimizer import learning_rate, set_learning_rate, steps_together, take_step
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.ranks import of_all, whole
 from rollstream.schemas import ids
@@ -367,7 +368,8 @@ def _take(
         _skip(odd, settings.optimizer.max_skipped_steps, taken)
         return
     set_learning_rate(optimizer, rate)
-    take_step(optimizer, settings.optimizer)
+    with model.ranks.collective() if steps_together(settings.optimizer) else nullcontext():
+        take_step(optimizer, settings.optimizer)
     taken.skipped_in_row = 0
     taken.norms.append(norm)
     taken.rates.append(rate)

@@ -99,7 +99,7 @@ async def continued(folder: Path, model: Path, ranks: ProcessRanks, by_two: int)
 async def refused(folder: Path, model: Path, ranks: ProcessRanks) -> None:
     """Jobs that several processes do not train, then one that they do."""
     errors: list[str] = []
-    for number, kind in enumerate(["muon", "adamw"]):
+    for number, kind in enumerate(["adamw_8bit", "adamw"]):
         lab = Lab(folder / str(number), model)
         optimizer = OptimizerSettings.model_validate({"kind": kind, "learning_rate": 1e-2})
         job = await lab.submit(optimizer=optimizer)
@@ -302,4 +302,4 @@ async def kill(torchrun: psutil.Process, *, rank: int) -> None:
 def test_settings_that_several_processes_do_not_train_fail_their_job_alone(folder: Path) -> None:
     errors = json.loads((folder / "refused" / "errors.json").read_text())
     assert len(errors) == 1
-    assert "2 processes do not train with optimizer.kind: muon" in errors[0]
+    assert "2 processes do not train with optimizer.kind: adamw_8bit" in errors[0]

@@ -20,7 +20,6 @@ from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import NEWEST_REVISION, JobSettings
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("optimizer.kind: muon", {"optimizer": {"kind": "muon"}}),
     ("optimizer.kind: adamw_8bit", {"optimizer": {"kind": "adamw_8bit"}}),
     ("model.quantization", {"model": {"quantization": "nf4", "lora": {"rank": 2}}}),
     ("model.device: cuda (auto and cpu are a device for each process)", {"model": {"device": "cuda"}}),
@@ -28,7 +27,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 TRAINED: list[dict[str, Any]] = [
     {},
     {"model": {"device": "cpu", "lora": {"rank": 2}, "gradient_checkpointing": True}},
-    {"optimizer": {"offload": "cpu"}},
+    {"optimizer": {"kind": "muon", "offload": "cpu"}},
     {"model": {"compile": True}},
     {"algorithm": {"name": "sft"}, "kind": "sft"},
     {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}},

@@ -217,8 +217,8 @@ def of_ranks(written: dict[str, Any], ranks: int, **adapter: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("adapter", "reported"),
     [
-        ({"optimizer": {"kind": "muon"}}, "with optimizer.kind: muon; set ranks: 1, or change the run"),
-        ({"warm_start": {"optimizer": {"kind": "muon"}}}, "with optimizer.kind: muon"),
+        ({"optimizer": {"kind": "adamw_8bit"}}, "with optimizer.kind: adamw_8bit; set ranks: 1, or change the run"),
+        ({"warm_start": {"optimizer": {"kind": "adamw_8bit"}}}, "with optimizer.kind: adamw_8bit"),
         ({"model": {"device": "cuda"}}, r"with model.device: cuda \(auto and cpu are"),
     ],
 )
