@@ -10,6 +10,5 @@ def refused(settings: JobSettings) -> str:
         f"model.device: {model.device} (auto and cpu are a device for each process)": model.device
         not in ("auto", "cpu"),
         f"optimizer.kind: {optimizer.kind}": optimizer.kind == "adamw_8bit",
-        "model.quantization": model.quantization is not None,
     }
     return next((what for what, is_asked in odd.items() if is_asked), "")

@@ -6,7 +6,7 @@ safetensors: reading them runs no code, as reading torch's own format would.
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.model.ranks import Ranks, whole
 from rollstream.learner.parallel.process_ranks import ProcessRanks
+from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import ModelSettings
 
 T = TypeVar("T")
@@ -44,10 +45,17 @@ class ShardedPolicy(PolicyModel):
         """Like PolicyModel, but only rank 0 loads the weights. The others receive them layer by layer, and keep shards.
 
         To be called within `ranks.together`, because no process continues if one fails. A process whose folder's
-        configuration would give another model than rank 0's loads its weights, too.
+        configuration would give another model than rank 0's loads its weights, too. A base model in 4 bits is loaded by
+        all, and its 4-bit weights stay whole.
         """
-        load = partial(self._load, settings, ranks, seed, path)
-        found = [orjson.loads(one) for one in ranks.agreed(partial(load, has_weights=ranks.index == 0), "load")]
+        load, has_weights = partial(self._load, settings, ranks, seed, path), settings.quantization is not None
+        first = partial(load, has_weights=has_weights or ranks.index == 0)
+        found = [orjson.loads(one) for one in ranks.agreed(first, "load")]
+        if has_weights and len({one["base_sha256"] for one in found}) > 1:
+            raise ModelError(
+                f"model {settings.path}: processes find different weights, and each loads those in 4 bits itself; give "
+                "all of them the same files"
+            )
         is_alike = found[ranks.index]["parameters"] == found[0]["parameters"]
         ranks.agreed(lambda: b"" if is_alike else load(has_weights=True), "load")
         self.ranks = ranks
@@ -70,6 +78,7 @@ class ShardedPolicy(PolicyModel):
                 "selects_logprobs": self.selects_logprobs,
                 "longest_shared": self._longest_shared.hex(),
                 "why_apart": self._why_apart,
+                "base_sha256": self.base_sha256,
             }
         )
 
@@ -79,11 +88,12 @@ class ShardedPolicy(PolicyModel):
         A layer's forward pass that is compiled does not contain what gathers it: torch runs that before and after it.
         """
         of_layer, of_rest = gathered_as(self.compute_dtype, fp32_head=self.settings.fp32_head)
-        shard: Callable[..., Any] = partial(fully_shard, mesh=ranks.mesh(self.device))
+        kept_whole = in_4_bits(self.module)
+        shard: Callable[..., Any] = partial(fully_shard, mesh=ranks.mesh(self.device), ignored_params=kept_whole)
         for layer in [part for part in self.module.modules() if isinstance(part, GradientCheckpointingLayer)]:
-            take_from_first(layer, self.device)
+            take_from_first(layer, self.device, kept_whole)
             shard(layer, mp_policy=of_layer)
-        take_from_first(self.module, self.device)
+        take_from_first(self.module, self.device, kept_whole)
         shard(self.module, mp_policy=of_rest, reshard_after_forward=False)
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
@@ -166,9 +176,21 @@ def _unless_matrix(parameter: torch.nn.Parameter) -> torch.dtype | None:
     return None if parameter.dim() > 1 else parameter.dtype
 
 
+def in_4_bits(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Parameters that bitsandbytes holds in 4 bits: packed, with what decodes them in an attribute, which FSDP would
+    lose.
+    """
+    return {one for one in module.parameters() if hasattr(one, "quant_state")}
+
+
 @torch.no_grad()
-def take_from_first(part: torch.nn.Module, device: torch.device) -> None:
-    """Give all processes what rank 0 has of a part that is not in shards yet; to be called in all of them."""
+def take_from_first(
+    part: torch.nn.Module, device: torch.device, apart: Collection[torch.nn.Parameter] = frozenset()
+) -> None:
+    """Give all processes what rank 0 has of a part that is not in shards yet; to be called in all of them.
+
+    `apart`: parameters that each has already.
+    """
     made: dict[Tensor, Tensor] = {}
     for module in part.modules():
         for values in (module._parameters, module._buffers):
@@ -176,7 +198,7 @@ def take_from_first(part: torch.nn.Module, device: torch.device) -> None:
                 if value is not None and value.is_meta:
                     values[name] = made.setdefault(value, _empty_like(value, device))  # pyright: ignore[reportArgumentType]
     for value in [*part.parameters(), *part.buffers()]:
-        if not isinstance(value, DTensor):
+        if not isinstance(value, DTensor) and value not in apart:
             _broadcast(value)
 
 

@@ -1,12 +1,15 @@
 """Optimizers and other options of several real processes: as one trains alone, and from a checkpoint to equal bits."""
 
+import importlib
+import shutil
 from functools import partialmethod
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
-from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollstream.learner.model.optimizer import STEP, load_state_tensors, make_optimizer, state_tensors
@@ -14,21 +17,23 @@ from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.ranks import Ranks, whole
 from rollstream.learner.parallel.process_ranks import ProcessRanks, joined
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, checkpointed, write_shards
+from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import JobSettings, OptimizerSettings
 from tests.learner.parallel.test_sharded_training import Training, furthest, settings, weights
 from tests.rigs.services.process_group import together
 
 pytestmark = pytest.mark.slow
-NUM_STEPS = 10
+NUM_STEPS = 6
 MUON = ("muon", "muon of adapters")
-OPTIONS = ("offload", "compile", *MUON)
+IN_4_BITS = ["4 bits"] if find_spec("bitsandbytes") else []
+OPTIONS = ("offload", "compile", *MUON, *IN_4_BITS)
 SIZES = ((8, 8), (5, 64), (64, 5), (33, 31), (1, 7))
 
 
 def of(model: Path, option: str) -> JobSettings:
     """A job with one of the options."""
-    chosen = settings(model, "lora" if option.endswith("adapters") else "full").model_dump()
-    chosen["model"]["compile"] = option == "compile"
+    chosen = settings(model, "lora" if option in ("muon of adapters", "4 bits") else "full").model_dump()
+    chosen["model"] |= {"compile": option == "compile", "quantization": "nf4" if option == "4 bits" else None}
     chosen["optimizer"] |= {"offload": "cpu" if option == "offload" else None, "weight_decay": 0.1}
     chosen["optimizer"]["kind"] = option.split()[0] if "muon" in option else "adamw"
     return JobSettings.model_validate(chosen)
@@ -52,10 +57,10 @@ def resumed(chosen: JobSettings, ranks: ProcessRanks, folder: Path, option: str)
     training.keep(folder, f"{option}-{ranks.num}-resumed")
 
 
-def two(model: Path, folder: Path) -> None:
+def two(model: Path, other: Path, folder: Path) -> None:
     """One of two processes."""
     make_deterministic(1)
-    traced = partialmethod(torch.nn.Module.compile, backend="aot_eager")  # C++ would be compiled for a minute
+    traced = partialmethod(torch.nn.Module.compile, backend="eager")  # C++ would be compiled for a minute
     with joined() as ranks, mock.patch.object(torch.nn.Module, "compile", traced):
         for option in OPTIONS:
             chosen = of(model, option)
@@ -63,7 +68,10 @@ def two(model: Path, folder: Path) -> None:
             resumed(chosen, ranks, folder, option)
             if option == "offload":
                 assert_state_moves(training)
-    assert counters["stats"]["unique_graphs"] > 0
+        for option in IN_4_BITS:
+            with pytest.raises(ModelError, match="processes find different weights"):
+                ShardedPolicy(of(model, option).model, ranks, seed=7, path=str(other if ranks.index else model))
+    assert importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"] > 0  # slow to import
 
 
 def three(model: Path, folder: Path) -> None:
@@ -121,7 +129,10 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models that two processes trained, and this one alone."""
     found = tmp_path_factory.mktemp("options")
     make_deterministic(1)
-    together(2, two, tiny_model, found)
+    other = shutil.copytree(tiny_model, found / "other")
+    tensors = safetensors.torch.load_file(other / "model.safetensors")
+    safetensors.torch.save_file({name: value + 1 for name, value in tensors.items()}, other / "model.safetensors")
+    together(2, two, tiny_model, other, found)
     together(3, three, tiny_model, found)
     for option in OPTIONS:
         chosen = of(tiny_model, option)

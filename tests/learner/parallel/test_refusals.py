@@ -21,7 +21,6 @@ from rollstream.schemas.settings import NEWEST_REVISION, JobSettings
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("optimizer.kind: adamw_8bit", {"optimizer": {"kind": "adamw_8bit"}}),
-    ("model.quantization", {"model": {"quantization": "nf4", "lora": {"rank": 2}}}),
     ("model.device: cuda (auto and cpu are a device for each process)", {"model": {"device": "cuda"}}),
 ]
 TRAINED: list[dict[str, Any]] = [
@@ -29,6 +28,7 @@ TRAINED: list[dict[str, Any]] = [
     {"model": {"device": "cpu", "lora": {"rank": 2}, "gradient_checkpointing": True}},
     {"optimizer": {"kind": "muon", "offload": "cpu"}},
     {"model": {"compile": True}},
+    {"model": {"quantization": "nf4", "lora": {"rank": 2}}},
     {"algorithm": {"name": "sft"}, "kind": "sft"},
     {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}},
     {"algorithm": {"name": "dpo"}, "kind": "dpo"},
