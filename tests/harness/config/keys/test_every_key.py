@@ -29,17 +29,11 @@ from rollstream.harness.runs.preflight import check_datasets, check_names, check
 from rollstream.harness.runs.run_context import block_of_run, check_embedded, warn_other_workspaces
 from rollstream.harness.runs.sampling_checks import check_temperature
 from rollstream.harness.services.workspace import EMBEDDED, Workspace
+from rollstream.schemas import services
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import CurriculumLearningConfig, TrainerConfig, TrajectoryBuilderConfig
 from rollstream.schemas.kafka import KafkaSettings, connection, with_secrets
-from rollstream.schemas.services import (
-    EndpointSettings,
-    LearnerSettings,
-    ProcessorSettings,
-    ProducerSettings,
-    TrackerServiceSettings,
-)
 from rollstream.schemas.settings import JobSettings, JobSpec, PlanSettings, RolloutSettings
 from tests.harness.config.keys.every_key import (
     ADAPTER,
@@ -382,11 +376,11 @@ READERS: dict[type[BaseModel], tuple[str, ...]] = {
     JobSettings: ("learner", "schemas/algorithms.py", "schemas/algorithm_settings.py"),
     PlanSettings: ("processors", "harness/components", "schemas/events/recorded.py"),
     RolloutSettings: ("producers", "processors"),
-    ProducerSettings: ("producers", "eventlog", "schemas"),
-    EndpointSettings: ("producers", "eventlog", "schemas"),
-    ProcessorSettings: ("processors", "eventlog", "schemas"),
-    LearnerSettings: ("learner", "eventlog", "schemas"),
-    TrackerServiceSettings: ("metrics", "eventlog", "schemas"),
+    services.ProducerSettings: ("producers", "eventlog", "schemas"),
+    services.EndpointSettings: ("producers", "eventlog", "schemas"),
+    services.ProcessorSettings: ("processors", "eventlog", "schemas"),
+    services.LearnerSettings: ("learner", "eventlog", "schemas"),
+    services.TrackerServiceSettings: ("metrics", "eventlog", "schemas"),
     KafkaSettings: ("eventlog", "schemas"),
 }
 
