@@ -5,8 +5,10 @@ start reads on where the position file says. A record that is not an event goes 
 `groups` is left to curation, which sends it to the dead letters.
 """
 
+import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -72,6 +74,9 @@ class Inbox:
         self._followed: set[str] = set()
         """Jobs whose manifests are taken in."""
         self._reader: LogReader | None = None
+        self._pending: deque[Record] = deque()
+        """Records that the reader is past, and the state is not: what is left of a poll that was cancelled."""
+        self._polling = asyncio.Lock()
         self._saved: ReadPosition | None = None
         self._saved_s = 0.0
 
@@ -103,13 +108,18 @@ class Inbox:
         return inbox
 
     async def poll(self, *, timeout_s: float) -> None:
-        """Fold in the available records; wait up to `timeout_s` for it."""
-        for record in await self._require().poll(timeout_s=timeout_s):
-            received = await self._decoded(record)
-            if received is not None and isinstance(received.event, JobSubmitted):
-                self._letters.add_cut(received.event.start_offsets)
-            if received is not None and self._counts(received.event):
-                self._take(received)
+        """Fold in the available records; wait up to `timeout_s` for it. Those of a cancelled call come first."""
+        async with self._polling:
+            if not self._pending:
+                self._pending.extend(await self._require().poll(timeout_s=timeout_s))
+            while self._pending:
+                record = self._pending[0]
+                received = None if self._is_of_others(record) else await self._decoded(record)
+                if received is not None and isinstance(received.event, JobSubmitted):
+                    self._letters.add_cut(received.event.start_offsets)
+                if received is not None and self._counts(received.event):
+                    self._take(received)
+                self._pending.popleft()
 
     async def catch_up(self, topics: Sequence[str] = TOPICS) -> None:
         """Fold in everything that the given topics hold by now."""
@@ -193,7 +203,9 @@ class Inbox:
         return self._reader
 
     def _position(self, topic: str) -> int:
-        return self._require().position(TopicPartition(topic, 0))
+        """Offset of the first record that is not folded in."""
+        pending = (record.offset for record in self._pending if record.topic == topic)
+        return next(pending, self._require().position(TopicPartition(topic, 0)))
 
     def _read_position(self) -> ReadPosition:
         anchors: dict[str, list[int]] = {topic: [] for topic in TOPICS}
@@ -262,6 +274,10 @@ class Inbox:
                 progress.let_go(state, name)
         self._followed &= state.jobs.keys()
 
+    def _is_of_others(self, record: Record) -> bool:
+        """Whether a record is a JobProgressed, of which there are many, of a model group that is not followed."""
+        return codec.kind_of(record) == _JOB_PROGRESSED and _text(record.key) not in self.state.groups
+
     def _counts(self, event: Event) -> bool:
         match event:
             case BatchPlanned() | EpochSealed():
@@ -284,8 +300,6 @@ class Inbox:
         """
         kind = codec.kind_of(record)
         if record.topic == "groups" and kind not in (_RUN_ENDED, None):
-            return None
-        if kind == _JOB_PROGRESSED and _text(record.key) not in self.state.groups:
             return None
         try:
             return codec.decode(record)

@@ -1,0 +1,103 @@
+"""A learner that is stopped while it reads the log, or reads something twice, goes on as if it had not been."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog.dead_letters import origin
+from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.learner.inbox import Inbox
+from rollstream.schemas.events import (
+    JobSubmitted,
+    WeightsPublished,
+)
+from rollstream.schemas.settings import ArtifactRef
+from tests.learner.conftest import submit
+
+PATIENCE_S = 30.0
+BROKEN = b"\xff{"
+
+
+def of(job: JobSubmitted) -> dict[str, Any]:
+    return {"run_id": job.run_id, "time_ms": 1, "model_group": job.model_group}
+
+
+def published(job: JobSubmitted, version: int) -> WeightsPublished:
+    sha256 = f"{version:064d}"
+    return WeightsPublished(
+        **of(job),
+        job_id=job.job_id,
+        batch_id=None,
+        version=version,
+        parent=None,
+        term=2,
+        weights_sha256=sha256,
+        weights_format="full",
+        base_model="model",
+        lora=None,
+        artifact=ArtifactRef(uri="file:///x", sha256=sha256, size_bytes=1),
+    )
+
+
+async def stopped(task: "asyncio.Task[Any]") -> None:
+    task.cancel()
+    await asyncio.wait([task], timeout=PATIENCE_S)
+    assert task.cancelled()
+
+
+async def reopened(inbox: Inbox, log: Any, file: Path) -> Inbox:
+    """The inbox of the learner that is started after the one of `inbox` was stopped."""
+    inbox.save(every_s=0.0)
+    await inbox.close()
+    return await Inbox.open(log, file=file)
+
+
+class HaltingLog(MemoryLog):
+    """A log whose dead letters are not acknowledged until `goes_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(num_partitions=2)
+        self.asked, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def send_raw(self, topic: str, **options: Any) -> Any:
+        if topic == "dlq":
+            self.asked.set()
+            await self.goes_on.wait()
+        return await super().send_raw(topic, **options)
+
+
+async def dead_letters(log: MemoryLog) -> list[tuple[str, int]]:
+    """Positions that they are about."""
+    reader = await log.reader({TopicPartition("dlq", 0): 0})
+    found = [origin(record.headers) for record in await reader.poll(timeout_s=0)]
+    return [(topic, offset) for topic, _, offset in found]
+
+
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_records_behind_one_whose_dead_letter_was_not_sent_yet_are_not_lost_by_a_stop(
+    lab: Any, tmp_path: Path, is_restarted: bool
+) -> None:
+    async def scenario() -> None:
+        lab.log, file = HaltingLog(), tmp_path / "learner.position.json"
+        job = await submit(lab, "run-1")
+        inbox = await Inbox.open(lab.log, file=file)
+        await inbox.follow(job)
+        await lab.log.send(published(job, 0))
+        await lab.log.send_raw("weights", key=job.model_group.encode(), value=BROKEN)
+        await lab.log.send_all([published(job, version) for version in (1, 2)])
+        polling = asyncio.create_task(inbox.poll(timeout_s=1.0))
+        await asyncio.wait_for(lab.log.asked.wait(), PATIENCE_S)
+        await stopped(polling)
+        lab.log.goes_on.set()
+        if is_restarted:
+            inbox = await reopened(inbox, lab.log, file)
+        await inbox.catch_up()
+        assert inbox.is_followed(job)
+        assert sorted(inbox.state.group(job.model_group).published) == [0, 1, 2]
+        assert await dead_letters(lab.log) == [("weights", 1)]
+        await inbox.close()
+
+    asyncio.run(scenario())
