@@ -134,14 +134,11 @@ class Inbox:
     async def follow(self, job: JobSubmitted) -> None:
         """Read the records of an open job and its model group, from the run's first record; go on with both.
 
-        What was forgotten of them is there again.
+        What was forgotten of them is there again. The state stays as it is until the last record is read.
         """
-        state, group = self.state, job.model_group
-        known = state.job(job.job_id)
-        state.jobs[job.job_id] = JobState(submitted=known.submitted, submitted_offset=known.submitted_offset)
-        progress.let_go(state, group)
-        state.groups[group] = GroupState()
-        self._followed.add(job.job_id)
+        known, group = self.state.jobs.get(job.job_id, JobState()), job.model_group
+        read, ends = LogState(), list[Received]()
+        read.jobs[job.job_id] = JobState(submitted=known.submitted, submitted_offset=known.submitted_offset)
         keys = {"batches": job.run_id, "groups": job.run_id, "weights": group, "jobs": group}
         for topic, key in keys.items():
             begin, end = self._begins[TopicPartition(topic, 0)], self._position(topic)
@@ -149,8 +146,16 @@ class Inbox:
             start = start if begin <= start <= end else begin
             async for record in read_to_end(self._log, topic, {0: start}, {0: end}):
                 received = await self._decoded(record, job.start_offsets) if record.key == key.encode() else None
-                if received is not None and _is_of(received.event, job):
-                    evolve(state, received)
+                if received is None or not _is_of(received.event, job):
+                    continue
+                if isinstance(received.event, RunEnded):
+                    ends.append(received)
+                else:
+                    evolve(read, received)
+        progress.replace(self.state, read, job)
+        self._followed.add(job.job_id)
+        for one in ends:
+            self._take(one)
 
     async def version_of(self, model_group: str, version: int) -> WeightsPublished | None:
         """A published version of any model group of the log, None if there is none."""

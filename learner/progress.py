@@ -189,6 +189,15 @@ def let_go(state: LogState, model_group: str) -> None:
     state.owners.pop(model_group, None)
 
 
+def replace(state: LogState, read: LogState, job: JobSubmitted) -> None:
+    """Take a job and its model group from a state that was read for them."""
+    state.jobs[job.job_id] = read.job(job.job_id)
+    let_go(state, job.model_group)
+    state.groups[job.model_group] = read.group(job.model_group)
+    if (owner := read.owners.get(job.model_group)) is not None:
+        state.owners[job.model_group] = owner
+
+
 def anchors(state: LogState) -> set[Position]:
     """Positions of the records that the state was made of, if they still matter."""
     return set(_anchors(state))

@@ -1,17 +1,21 @@
 """A learner that is stopped while it reads the log, or reads something twice, goes on as if it had not been."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollstream.eventlog.dead_letters import origin
-from rollstream.eventlog.log import TopicPartition
+from rollstream.eventlog.log import Record, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.learner import inbox as inbox_module
 from rollstream.learner.inbox import Inbox
 from rollstream.schemas.events import (
+    JobProgressed,
     JobSubmitted,
+    LearnerClaimed,
     WeightsPublished,
 )
 from rollstream.schemas.settings import ArtifactRef
@@ -19,6 +23,7 @@ from tests.learner.conftest import submit
 
 PATIENCE_S = 30.0
 BROKEN = b"\xff{"
+NUM_VERSIONS = 40
 
 
 def of(job: JobSubmitted) -> dict[str, Any]:
@@ -53,6 +58,54 @@ async def reopened(inbox: Inbox, log: Any, file: Path) -> Inbox:
     inbox.save(every_s=0.0)
     await inbox.close()
     return await Inbox.open(log, file=file)
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, is_there: Callable[[Record], bool]) -> asyncio.Event:
+    """An event that is set when `follow` has read as far as a record, after which it waits until it is stopped."""
+    reached, read_to_end = asyncio.Event(), inbox_module.read_to_end
+
+    async def halting(*args: Any, **options: Any) -> Any:
+        async for record in read_to_end(*args, **options):
+            yield record
+            if is_there(record):
+                reached.set()
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr(inbox_module, "read_to_end", halting)
+    return reached
+
+
+@pytest.mark.parametrize("was_followed", [False, True])
+def test_a_learner_that_is_stopped_while_it_reads_a_job_does_not_take_half_of_it_for_the_whole(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_followed: bool
+) -> None:
+    async def scenario() -> None:
+        file = tmp_path / "learner.position.json"
+        job = await submit(lab, "run-1")
+        await lab.log.send(LearnerClaimed(**of(job), term=1, learner="one"))
+        await lab.log.send_all([published(job, version) for version in range(NUM_VERSIONS // 2)])
+        await lab.log.send(LearnerClaimed(**of(job), term=2, learner="two"))
+        await lab.log.send_all([published(job, version) for version in range(NUM_VERSIONS)])
+        await lab.log.send(JobProgressed(**of(job), job_id=job.job_id, version=3, percent=0))
+        inbox = await Inbox.open(lab.log, file=file)
+        if was_followed:
+            await inbox.follow(job)
+        with monkeypatch.context() as patched:
+            reached = stop_at(patched, lambda record: record.topic == "weights" and record.offset == 10)
+            following = asyncio.create_task(inbox.follow(job))
+            await asyncio.wait_for(reached.wait(), PATIENCE_S)
+            await stopped(following)
+        inbox = await reopened(inbox, lab.log, file)
+        assert inbox.is_followed(job) == was_followed
+        if not was_followed:
+            await inbox.follow(job)
+        assert inbox.is_followed(job)
+        assert inbox.state.owners[job.model_group].term == 2
+        assert inbox.state.group(job.model_group).newest_version == NUM_VERSIONS - 1
+        assert list(inbox.state.group(job.model_group).progressed) == [3]
+        await inbox.close()
+
+    asyncio.run(scenario())
 
 
 class HaltingLog(MemoryLog):
