@@ -30,8 +30,11 @@ from rollstream.schemas.errors import ConfigError, DecodeError, RollstreamError,
 from rollstream.schemas.events import (
     BatchPlanned,
     EpochSealed,
+    JobCancelled,
+    JobFailed,
     JobProgressed,
     JobSubmitted,
+    JobSucceeded,
     RunEnded,
     WeightsPublished,
 )
@@ -134,7 +137,8 @@ class Inbox:
     async def follow(self, job: JobSubmitted) -> None:
         """Read the records of an open job and its model group, from the run's first record; go on with both.
 
-        What was forgotten of them is there again. The state stays as it is until the last record is read.
+        What was forgotten of them is there again. The state stays as it is until the last record is read. A job that
+        turns out to be over is closed instead.
         """
         known, group = self.state.jobs.get(job.job_id, JobState()), job.model_group
         read, ends = LogState(), list[Received]()
@@ -146,14 +150,13 @@ class Inbox:
             start = start if begin <= start <= end else begin
             async for record in read_to_end(self._log, topic, {0: start}, {0: end}):
                 received = await self._decoded(record, job.start_offsets) if record.key == key.encode() else None
-                if received is None or not _is_of(received.event, job):
-                    continue
-                if isinstance(received.event, RunEnded):
+                if received is not None and _is_end(received.event, job):
                     ends.append(received)
-                else:
+                elif received is not None and _is_of(received.event, job):
                     evolve(read, received)
-        progress.replace(self.state, read, job)
-        self._followed.add(job.job_id)
+        if all(isinstance(one.event, RunEnded) for one in ends):
+            progress.replace(self.state, read, job)
+            self._followed.add(job.job_id)
         for one in ends:
             self._take(one)
 
@@ -337,6 +340,15 @@ def _is_of(event: Event, job: JobSubmitted) -> bool:
             return event.job_id == job.job_id
         case JobProgressed() | WeightEvent():
             return event.model_group == job.model_group
+        case _:
+            return False
+
+
+def _is_end(event: Event, job: JobSubmitted) -> bool:
+    """Whether an event ends a job or its run."""
+    match event:
+        case JobSucceeded() | JobFailed() | JobCancelled():
+            return event.job_id == job.job_id
         case _:
             return isinstance(event, RunEnded)
 

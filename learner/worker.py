@@ -192,7 +192,7 @@ class Worker:
             return is_busy
         if not context.inbox.is_followed(job):
             await context.inbox.follow(job)
-            if job.run_id in context.inbox.state.ended_runs:
+            if not context.inbox.is_followed(job) or job.run_id in context.inbox.state.ended_runs:
                 return True
         publisher = self._publishers.get(job.model_group)
         if publisher is None:

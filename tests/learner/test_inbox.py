@@ -13,9 +13,13 @@ from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.learner import inbox as inbox_module
 from rollstream.learner.inbox import Inbox
 from rollstream.schemas.events import (
+    JobCancelled,
+    JobFailed,
     JobProgressed,
     JobSubmitted,
+    JobSucceeded,
     LearnerClaimed,
+    RunEnded,
     WeightsPublished,
 )
 from rollstream.schemas.settings import ArtifactRef
@@ -152,5 +156,50 @@ def test_records_behind_one_whose_dead_letter_was_not_sent_yet_are_not_lost_by_a
         assert sorted(inbox.state.group(job.model_group).published) == [0, 1, 2]
         assert await dead_letters(lab.log) == [("weights", 1)]
         await inbox.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", [JobSucceeded, JobFailed, JobCancelled])
+@pytest.mark.parametrize("has_run_ended", [False, True])
+def test_a_job_that_is_over_is_not_opened_again_by_a_repeat_after_a_restart(
+    lab: Any, tmp_path: Path, kind: Any, has_run_ended: bool
+) -> None:
+    async def scenario() -> None:
+        file = tmp_path / "learner.position.json"
+        job = await submit(lab, "run-1")
+        inbox = await Inbox.open(lab.log, file=file)
+        await inbox.follow(job)
+        last = {JobSucceeded: {"final_version": 3}, JobFailed: {"error": "broken"}, JobCancelled: {}}[kind]
+        await lab.log.send(kind(**of(job), job_id=job.job_id, **last))
+        if has_run_ended:
+            await lab.log.send(RunEnded(run_id=job.run_id, time_ms=1, cause="completed"))
+        await inbox.catch_up()
+        inbox = await reopened(inbox, lab.log, file)
+        await lab.log.send(job)
+        await inbox.catch_up()
+        await inbox.follow(job)
+        assert not inbox.is_followed(job)
+        assert not inbox.state.queues
+        assert not inbox.state.jobs
+        await lab.log.send(job)
+        await inbox.catch_up()
+        assert not inbox.state.queues
+        await inbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_goes_on_beside_a_repeat_of_a_job_that_is_over(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit()
+        await lab.plan(job)
+        await lab.work(lab.has(JobSucceeded))
+        await lab.log.send(job)
+        await lab.submit("other", base_version=9)
+        await lab.work(lab.has(JobFailed))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert failed.job_id.endswith("other")
+        assert len(await lab.events("jobs", JobSucceeded)) == 1
 
     asyncio.run(scenario())
