@@ -1,15 +1,20 @@
-"""Free space of local disks, and detection of errors of a full disk. Reads no files."""
+"""Free space of local disks, and detection of errors of a disk or of the network. Reads no files."""
 
 import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
 
-from rollstream.schemas.errors import with_causes
+from rollstream.schemas.errors import OF_DISKS, with_causes
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+OF_NETWORK = frozenset({"ConnectionError", "TimeoutError", "TransportError", "gaierror"})
+"""Names of the classes of errors of a connection: Python's, httpx's, and those of libraries above them."""
+AFTER_NETWORK = "client has been closed"
+"""Part of the message by which the hub's client shows that its connection failed before."""
 
 
 class Disk(NamedTuple):
@@ -24,6 +29,16 @@ class Disk(NamedTuple):
 def is_full(error: BaseException | None) -> bool:
     """Whether an error or one of its causes reports a full disk or quota."""
     return any(isinstance(one, OSError) and one.errno in FULL for one in with_causes(error))
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an error or one of its causes reports a disk, a network or a server that may be back later.
+
+    Libraries raise OSError of a wrong name, too. Where the hub's offline mode is on, nothing is expected back.
+    """
+    return any(
+        (isinstance(one, OSError) and one.errno in OF_DISKS) or _is_of_network(one) for one in with_causes(error)
+    )
 
 
 def disk_of(folder: Path) -> Disk:
@@ -45,3 +60,14 @@ def disks_of(folders: Iterable[Path]) -> Iterator[Disk]:
 def _existing(folder: Path) -> Path:
     folder = folder.absolute()
     return next(one for one in (folder, *folder.parents) if one.exists())
+
+
+def _is_of_network(error: BaseException) -> bool:
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # of packages that are not installed everywhere
+    if "OfflineModeIsEnabled" in kinds:
+        return False
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    is_busy = isinstance(status, int) and (
+        status == HTTPStatus.TOO_MANY_REQUESTS or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    )
+    return is_busy or not kinds.isdisjoint(OF_NETWORK) or AFTER_NETWORK in str(error)

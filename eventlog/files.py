@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import IO, Any, BinaryIO, NamedTuple
 
+from rollstream.eventlog.disk_space import is_outage
 from rollstream.schemas.errors import ModelError
 
 TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -282,6 +283,8 @@ def _readable(model: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if is_outage(error):
+            raise
         raise ModelError(f"the files of model {model} cannot be read: {error}; restore them") from error
 
 

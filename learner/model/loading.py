@@ -15,6 +15,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rollstream.eventlog.disk_space import is_outage
 from rollstream.learner.model import tree_attention
 from rollstream.learner.model.tree_attention import attention_as
 from rollstream.schemas.devices import MODEL_LOADING, device_of
@@ -29,7 +30,8 @@ SHARED_BASES: "WeakValueDictionary[tuple[Any, ...], torch.nn.Module]" = WeakValu
 the last of those policies.
 """
 
-
+OF_MODELS = (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError)
+"""Exceptions of transformers for a model that it cannot load."""
 POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions|embed_pos)(\.base_layer)?$")
 """Names of the modules that embed positions: inside an adapter if it targets them."""
 ALL_LINEAR = "all-linear"
@@ -59,7 +61,7 @@ def load_module(
 
     `path`: a folder or a hub name. Parameters are float32 unless they are below an adapter or not `is_trained`; these
     have the type that forwards compute in. `shares_base`: those below an adapter may be those of other policies, so
-    nobody may change them. Raises ModelError naming what cannot be loaded.
+    nobody may change them. Raises ModelError naming what cannot be loaded, OSError in an outage of disk or network.
     """
     with MODEL_LOADING:
         if shares_base and can_share(settings, device):
@@ -309,12 +311,18 @@ def _held_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
 
 @contextmanager
 def _named_failures(path: str) -> Iterator[None]:
+    """Raises ModelError naming the model, or OSError if it may be there another time."""
     try:
         yield
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-        if is_out_of_memory(error):
-            raise
+    except Exception as error:
         reason = one_line(error)
+        if is_outage(error):
+            raise OSError(
+                f"model {path} cannot be loaded for now, from a folder or the hub: {reason}; it is tried again until "
+                "disk and network are in order"
+            ) from error
+        if is_out_of_memory(error) or not isinstance(error, OF_MODELS):
+            raise
         raise ModelError(
             f"model {path} cannot be loaded, from a folder or the hub: {reason}; correct "
             "model.path, or download it first"

@@ -309,7 +309,7 @@ def test_a_base_model_that_cannot_be_read_fails_its_job_and_the_learner_goes_on(
 
         def broken(path: Path, *of_file: int) -> Any:
             if path.parent == folder:
-                raise OSError(5, "Input/output error", str(path))
+                raise PermissionError(13, "Permission denied", str(path))
             return read(path, *of_file)
 
         monkeypatch.setattr(files, "_tensors_of", broken)

@@ -9,16 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from transformers import AutoModelForCausalLM
 
+from rollstream.eventlog.files import base_sha256, tokenizer_sha256
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.checkpoints.faults import Faults
 from rollstream.learner.model.memory import HALVED
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.publisher import Publisher
 from rollstream.schemas.algorithms import SftSettings
-from rollstream.schemas.errors import FencedError, LogError, RunFailedError, is_of_device, is_passing
+from rollstream.schemas.errors import FencedError, LogError, ModelError, RunFailedError, is_of_device, is_passing
 from rollstream.schemas.events import (
     JobFailed,
     JobSubmitted,
@@ -302,3 +306,81 @@ def test_a_device_that_failed_is_not_taken_for_a_passing_error() -> None:
     assert not is_of_device(AcceleratorError("CUDA error: out of memory"))
     assert not is_passing(RuntimeError("shape mismatch"))
     assert is_passing(torch.distributed.DistNetworkError("connection to the store was lost"))
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def hub_status(status: int) -> Exception:
+    response = httpx.Response(status, request=httpx.Request("GET", "https://hub"))
+    return caused(OSError("the hub has refused"), HfHubHTTPError("refused", response=response))
+
+
+OUTAGES = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError(errno.ESTALE, "Stale file handle"),
+    caused(RuntimeError("torn"), OSError(errno.EIO, "Input/output error")),
+    caused(OSError("We couldn't connect"), caused(LocalEntryNotFoundError("not found"), httpx.ConnectError("refused"))),
+    RuntimeError("Cannot send a request, as the client has been closed."),
+    httpx.ReadTimeout("timed out"),
+    ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+    hub_status(503),
+    hub_status(429),
+]
+LASTING = [
+    FileNotFoundError(errno.ENOENT, "No such file"),
+    PermissionError(errno.EACCES, "Permission denied"),
+    OSError("it does not appear to have a file named model.safetensors"),
+    caused(OSError("We couldn't connect"), LocalEntryNotFoundError("not found in offline mode")),
+    caused(OSError("not found"), OfflineModeIsEnabled("HF_HUB_OFFLINE is set")),
+    caused(OSError("not a valid model identifier"), hub_status(404)),
+]
+
+
+@pytest.mark.parametrize("error", OUTAGES, ids=repr)
+def test_a_model_that_cannot_be_loaded_for_now_fails_no_job(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    load = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", failing(load, error, 1, 3))
+
+    async def scenario() -> None:
+        await lab.plan(await lab.submit())
+        for _ in range(3):
+            with pytest.raises(OSError, match=r"model .* cannot be loaded for now, .*; it is tried again"):
+                await lab.work(lab.has(JobFailed))
+        await lab.work(lab.has(JobSucceeded))
+        assert await lab.events("jobs", JobFailed) == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", LASTING, ids=repr)
+def test_a_model_that_is_not_there_fails_its_job(lab: Any, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", failing(lambda: None, error))
+
+    async def scenario() -> None:
+        await lab.submit()
+        await lab.work(lab.has(JobFailed))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert "cannot be loaded, from a folder or the hub: " in failed.error
+        assert failed.error.endswith("correct model.path, or download it first")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, OSError), (errno.EACCES, ModelError)])
+def test_a_disk_that_fails_while_a_models_files_are_hashed_is_not_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    monkeypatch.setattr(Path, "stat", failing(Path.stat, OSError(number, "odd"), 1, 1000))
+    monkeypatch.setattr(Path, "is_file", lambda _: True)
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)
+    for of_files in (tokenizer_sha256, base_sha256):
+        with pytest.raises((OSError, ModelError)) as raised:
+            of_files(str(tmp_path))
+        assert isinstance(raised.value, kind)
