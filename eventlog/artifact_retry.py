@@ -31,6 +31,10 @@ class Retry:
     max_wait_s: float = 15.0
 
 
+class NotNeededError(RollstreamError):
+    """The result of a call that is tried again has no use any more."""
+
+
 class NeededSpace(NamedTuple):
     """The space that a write needs, for the message of a full disk."""
 
@@ -45,12 +49,13 @@ async def retrying(
     *,
     space: NeededSpace | None = None,
     in_thread: Callable[[Callable[[], T]], Awaitable[T]] = asyncio.to_thread,
+    is_needed: Callable[[], Awaitable[bool]] | None = None,
 ) -> T:
     """Run the blocking `call` in a thread and return its result.
 
     `doing` names the operation in log messages. A call that fails because a disk is full (`space`: the space needed) is
-    retried until there is space. Raises StoreUnavailableError when the retry time has passed, and all other errors at
-    once.
+    retried until there is space. Raises StoreUnavailableError when the retry time has passed, NotNeededError if
+    `is_needed`, which is asked before each further try, says so, and all other errors at once.
     """
     began = time.monotonic()
     wait_s = retry.first_wait_s
@@ -69,6 +74,8 @@ async def retrying(
             logger.warning("%s: %s; retrying in %.1f s (%.0f s so far)", doing, error, wait_s, away_s)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, retry.max_wait_s)
+        if is_needed is not None and not await is_needed():
+            raise NotNeededError(f"{doing}: given up after {time.monotonic() - began:.0f} s, it is not needed any more")
 
 
 async def put(

@@ -218,9 +218,7 @@ class JobRun:
             raise self._context.inbox.missing(f"version {job.base_version} of {job.model_group}", "weights")
         if job.fork is not None:
             await self._load_fork()
-        weights = await self._writer.weights(job.base_version)
-        artifact = await self._publisher.put(weights)
-        weights.path.unlink(missing_ok=True)
+        artifact = await self._writer.stored_base()
         await self._publisher.publish_base(job, self.trainer.model, artifact)
         return None
 
@@ -266,8 +264,10 @@ class JobRun:
         step = checkpoint.position.step
         weights = await self._writer.weights(step.version)
         step = step.model_copy(update={"weights_sha256": weights.sha256})
-        await self._writer.publish(step, await self._writer.stored(step.version, weights))
-        weights.path.unlink(missing_ok=True)
+        try:
+            await self._writer.publish(step, await self._writer.stored(step.version, weights))
+        finally:
+            weights.path.unlink(missing_ok=True)
         self._context.inbox.forget(self.job, next_index=self._next_index, version=checkpoint.position.version)
 
     async def _train(self, manifest: Manifest, *, is_alone: bool) -> None:

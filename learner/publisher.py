@@ -70,15 +70,15 @@ class Publisher:
         await self.check_owner()
         logger.info("claimed model_group=%s term=%s", self._model_group, self.term)
 
-    async def put(self, weights: HashedFile) -> ArtifactRef:
-        """Store a version's weights; waits for room on a full disk.
+    async def put(self, job: JobSubmitted, weights: HashedFile) -> ArtifactRef:
+        """Store the weights of a version of a job; waits for room on a full disk, while the job is needed.
 
-        Raises StoreUnavailableError once patience with the store has ended.
+        Raises StoreUnavailableError once patience with the store has ended, and NotNeededError.
         """
         doing = f"store weights of {self._model_group}"
         space = NeededSpace(self._artifacts.folder, weights.size_bytes) if self._artifacts.folder else None
         put = partial(self._artifacts.put_hashed, weights, ".safetensors")
-        return await retrying(put, doing, self._retry, space=space)
+        return await retrying(put, doing, self._retry, space=space, is_needed=partial(self.is_needed, job))
 
     async def read(self, artifact: ArtifactRef) -> bytes:
         """A version's weights, or the run's dataset. Raises ArtifactError if gone, StoreUnavailableError as above."""
@@ -102,6 +102,12 @@ class Publisher:
         """Whether a job has ended by now, such as by a cancellation while a batch of it was trained."""
         await self._inbox.catch_up(("jobs",))
         return job.job_id in self._inbox.state.closed
+
+    async def is_needed(self, job: JobSubmitted) -> bool:
+        """Whether neither a job nor its run has ended by now."""
+        await self._inbox.catch_up(("jobs", "groups"))
+        state = self._inbox.state
+        return job.job_id not in state.closed and job.run_id not in state.ended_runs
 
     async def publish_base(self, job: JobSubmitted, model: PolicyModel, artifact: ArtifactRef) -> None:
         """Publish the version that a job begins with, if the model group has none."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from rollstream.learner.model.tensor_file import from_bytes
 from rollstream.learner.progress import Manifest
 from rollstream.learner.publisher import Publisher, step_trained, with_phases
 from rollstream.learner.trainer import JobTrainer
-from rollstream.schemas.errors import RollstreamError
+from rollstream.schemas.errors import RollstreamError, retrieve_exception
 from rollstream.schemas.events import JobSubmitted, StepTrained
 from rollstream.schemas.settings import ArtifactRef
 
@@ -109,7 +110,7 @@ class VersionWriter:
         self._trainer = trainer
         self._in_training_thread = in_training_thread
         self._in_writing_thread = in_writing_thread
-        self._files = CheckpointWriter(folder, retry, in_writing_thread)
+        self._files = CheckpointWriter(folder, retry, in_writing_thread, partial(publisher.is_needed, job))
 
     async def weights(self, version: int) -> HashedFile:
         """The model's weights in a file as they are published, which its user removes.
@@ -151,7 +152,8 @@ class VersionWriter:
         5. checkpoints, then artifacts that nothing needs any more are removed
 
         A crash before 2 trains the manifest again; after it, the restart publishes from the checkpoint. `next_index`:
-        of the manifest to train next. The state is released after 2.
+        of the manifest to train next. The state is released after 2. Raises NotNeededError if the job ends while this
+        waits for space on a full disk.
         """
         if await self._publisher.is_over(self._job):
             trained.in_use.release()
@@ -168,6 +170,7 @@ class VersionWriter:
         )
         failpoint("learner/after-train-before-checkpoint")
         storing = asyncio.ensure_future(self.stored(step.version, weights))
+        storing.add_done_callback(retrieve_exception)  # an error of the checkpoint comes first
         is_due = self._is_checkpoint_due(step, next_index)
         try:
             if is_due:
@@ -192,7 +195,15 @@ class VersionWriter:
     async def stored(self, version: int, weights: HashedFile) -> ArtifactRef:
         """Store a version's artifact unless it is published: storing it again would bring back a collected one."""
         known = self._inbox.state.group(self._job.model_group).published.get(version)
-        return known.artifact if known else await self._publisher.put(weights)
+        return known.artifact if known else await self._publisher.put(self._job, weights)
+
+    async def stored_base(self) -> ArtifactRef:
+        """Store the weights of the version that the job begins with, which is not published yet."""
+        weights = await self.weights(self._job.base_version)
+        try:
+            return await self._publisher.put(self._job, weights)
+        finally:
+            weights.path.unlink(missing_ok=True)
 
     async def publish(self, step: StepTrained, artifact: ArtifactRef) -> None:
         """Send a version whose artifact is stored, as far as the log lacks it."""

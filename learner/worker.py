@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
-from rollstream.eventlog.artifact_retry import Retry
+from rollstream.eventlog.artifact_retry import NotNeededError, Retry
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoints.faults import Faults
@@ -161,6 +161,9 @@ class Worker:
             is_busy = await self._advance(job, context, is_alone=is_alone)
         except FencedError:
             raise
+        except NotNeededError as error:
+            logger.info("job=%s is over: %s", job.job_id, error)
+            return True
         except VersionDivergedError as error:
             await self._fail(job, context, error)
             raise

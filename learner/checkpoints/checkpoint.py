@@ -186,9 +186,19 @@ class CheckpointFolder:
 
 
 class CheckpointWriter:
-    """Writes into the folder of a model group, in a thread that is given, once there is space on a full disk."""
+    """Writes into the folder of a model group, in a thread that is given, once there is space on a full disk.
 
-    def __init__(self, folder: CheckpointFolder, retry: Retry, in_thread: Callable[..., Awaitable[Any]]) -> None:
+    Raises NotNeededError if nobody needs it any more by then.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        retry: Retry,
+        in_thread: Callable[..., Awaitable[Any]],
+        is_needed: Callable[[], Awaitable[bool]],
+    ) -> None:
+        self._is_needed = is_needed
         self._folder = folder
         self._retry = retry
         self._in_thread = in_thread
@@ -205,7 +215,9 @@ class CheckpointWriter:
 
     async def _written(self, write: Callable[[], T], what: str, size_bytes: int) -> T:
         doing, space = f"write {what} of {unquote(self._folder.path.name)}", NeededSpace(self._folder.path, size_bytes)
-        return await retrying(write, doing, self._retry, space=space, in_thread=self._in_thread)
+        return await retrying(
+            write, doing, self._retry, space=space, in_thread=self._in_thread, is_needed=self._is_needed
+        )
 
 
 def read(path: Path) -> Checkpoint | None:

@@ -1,12 +1,13 @@
 """A store that is away for a while is tried again; what is gone or changed is not."""
 
 import asyncio
+import errno
 import logging
 from pathlib import Path
 
 import pytest
 
-from rollstream.eventlog.artifact_retry import Retry, retrying
+from rollstream.eventlog.artifact_retry import NotNeededError, Retry, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.schemas.errors import ArtifactError, StoreUnavailableError
 from tests.rigs.remote_outage import RemoteFileSystem
@@ -46,6 +47,17 @@ def test_a_missing_artifact_is_not_retried():
 def test_patience_ends():
     with pytest.raises(StoreUnavailableError):
         asyncio.run(retrying(Flaky(*[StoreUnavailableError("away")] * 1000), "load a dataset", SHORT))
+
+
+def test_a_call_whose_result_is_not_needed_any_more_is_given_up():
+    call, answers = Flaky(*[OSError(errno.ENOSPC, "full")] * 1000), [True, True, False]
+
+    async def is_needed():
+        return answers.pop(0)
+
+    with pytest.raises(NotNeededError, match=r"store weights: given up after \d+ s, it is not needed any more"):
+        asyncio.run(retrying(call, "store weights", Retry(60, 0.01, 0.02), is_needed=is_needed))
+    assert len(call.errors) == 997
 
 
 def test_a_folder_that_is_not_mounted_is_away_and_a_file_that_it_lacks_is_gone(tmp_path: Path):

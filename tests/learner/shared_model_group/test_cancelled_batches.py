@@ -32,11 +32,11 @@ def test_a_version_of_a_job_that_was_cancelled_meanwhile_is_dropped(
 
         stored: list[Any] = []
 
-        async def storing(publisher: Publisher, weights: Any) -> Any:
+        async def storing(publisher: Publisher, job_of: JobSubmitted, weights: Any) -> Any:
             stored.append(weights)
             if when == "in storing" and len(stored) == 3:
                 await cancel_and_retry(job)
-            return await put(publisher, weights)
+            return await put(publisher, job_of, weights)
 
         monkeypatch.setattr(JobTrainer, "train", trained)
         monkeypatch.setattr(Publisher, "put", storing)
