@@ -185,7 +185,8 @@ def due_submissions(job: FineTuneJob) -> Iterator[Event]:
     for epoch in range(submitted.settings.num_versions):
         if epoch in job.sealed:
             continue
-        closed = [job.closed.get(group_id) for group_id in group_ids(submitted, epoch)]
+        known = job.closed.of(epoch)
+        closed = [known.get(group_id) for group_id in group_ids(submitted, epoch)]
         found = [group for group in closed if group is not None]
         if len(found) < len(closed):
             return
@@ -234,8 +235,9 @@ def _released(job: FineTuneJob, submitted: JobSubmitted, cause: str, time_ms: in
     for epoch in range(submitted.settings.num_versions):
         if epoch in job.sealed:
             continue
+        closed = job.closed.of(epoch)
         for group_id in group_ids(submitted, epoch) if epoch in job.epochs_started else ():
-            if group_id not in job.closed:
+            if group_id not in closed:
                 yield TaskCancelled(run_id=submitted.run_id, time_ms=time_ms, group_id=group_id, cause=cause)
         if job.is_started:
             yield _submission(submitted, epoch, (), time_ms=time_ms)

@@ -53,6 +53,44 @@ FAILURES: frozenset[JobStatus] = frozenset({"failed", "cancelled", "not_found"})
 """The statuses for which `fine_tune_job_failed` is true."""
 
 
+PART = 128
+"""Entries of a dict that is copied for a further group."""
+Batches = Mapping[int, Mapping[int, Mapping[int, Mapping[str, GroupClosed]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedGroups:
+    """Closed groups of a job's open batches. A further one copies the dicts on the way to it, whatever lies beside."""
+
+    _batches: Batches = field(default_factory=lambda: MappingProxyType({}))
+    """Groups by `epoch // PART`, epoch, `index // PART` and id."""
+
+    def of(self, epoch: int) -> dict[str, GroupClosed]:
+        """The groups of a batch by id."""
+        parts = self._batches.get(epoch // PART, {}).get(epoch, {})
+        return {group_id: group for part in parts.values() for group_id, group in part.items()}
+
+    def having(self, group: GroupClosed) -> "ClosedGroups":
+        """These and a further group; the first record of a group counts."""
+        at, number = group.epoch // PART, group.index // PART
+        batches = self._batches.get(at, {})
+        parts = batches.get(group.epoch, {})
+        groups = parts.get(number, {})
+        if group.group_id in groups:
+            return self
+        parts = {**parts, number: {**groups, group.group_id: group}}
+        return ClosedGroups({**self._batches, at: {**batches, group.epoch: parts}})
+
+    def without(self, epoch: int) -> "ClosedGroups":
+        """These without a batch."""
+        at = epoch // PART
+        if epoch not in (batches := self._batches.get(at, {})):
+            return self
+        left = {one: parts for one, parts in batches.items() if one != epoch}
+        others = {one: found for one, found in self._batches.items() if one != at}
+        return ClosedGroups({**others, at: left} if left else others)
+
+
 @dataclass(frozen=True, slots=True)
 class FineTuneJob:
     """One job of a model group."""
@@ -80,8 +118,8 @@ class FineTuneJob:
     switched_to: int | None = None
     """The version that the group adopted from it."""
     switched_offset: int = -1
-    closed: Mapping[str, GroupClosed] = field(default_factory=lambda: MappingProxyType({}))
-    """Groups of its examples that are on the log, by id; dropped once the job is over."""
+    closed: ClosedGroups = ClosedGroups()
+    """Groups of its examples that are on the log; dropped once their batch is planned, or the job is over."""
 
     @property
     def state(self) -> JobState:
@@ -202,7 +240,7 @@ class ModelGroupState:
             model_group=self.model_group,
             cause=JobCancelled.BY_END,
         )
-        return replace(job, outcome=cancelled, closed=MappingProxyType({}))
+        return replace(job, outcome=cancelled, closed=ClosedGroups())
 
 
 def initial(model_group: str) -> ModelGroupState:
@@ -258,7 +296,7 @@ def _taken(state: ModelGroupState, event: JobEvent, offset: int) -> ModelGroupSt
             job = replace(job, switched_to=event.version, switched_offset=offset)
         case JobSucceeded() | JobFailed() | JobCancelled() | JobSkipped():
             if job.outcome is None or offset < job.outcome_offset:
-                job = replace(job, outcome=event, outcome_offset=offset, closed=MappingProxyType({}))
+                job = replace(job, outcome=event, outcome_offset=offset, closed=ClosedGroups())
         case _:
             pass
     return _with_job(state, job)
@@ -273,11 +311,10 @@ def _planned(job: FineTuneJob, event: Event) -> FineTuneJob:
         case BatchPlanned():
             return replace(job, num_planned=max(job.num_planned, event.index + 1))
         case EpochSealed():
-            return replace(job, sealed=job.sealed | {event.epoch})
+            return replace(job, sealed=job.sealed | {event.epoch}, closed=job.closed.without(event.epoch))
         case GroupClosed():
-            if job.is_over or event.group_id in job.closed:
-                return job
-            return replace(job, closed=MappingProxyType({**job.closed, event.group_id: event}))
+            is_needed = not job.is_over and event.epoch not in job.sealed
+            return replace(job, closed=job.closed.having(event)) if is_needed else job
         case _:
             return job
 

@@ -1,5 +1,6 @@
 """The life cycle of fine-tuning jobs: the table of transitions, and the fold in any mixture of partitions."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -11,7 +12,9 @@ from rollstream.eventlog.log import Position, Received
 from rollstream.learner.shared_model_group.job_lifecycle import (
     FAILURES,
     OVER,
+    PART,
     TRANSITIONS,
+    ClosedGroups,
     FineTuneJob,
     JobStatus,
     ModelGroupState,
@@ -101,15 +104,15 @@ def sealed(number: int, epoch: int) -> EpochSealed:
     )
 
 
-def closed(number: int, index: int, job: str | None = None) -> GroupClosed:
+def closed(number: int, index: int, job: str | None = None, epoch: int = 0) -> GroupClosed:
     name = job or job_id(number)
     return GroupClosed(
         run_id=RUN,
         time_ms=1,
-        group_id=ids.group_id(RUN, ids.name_of(name), 0, index),
+        group_id=ids.group_id(RUN, ids.name_of(name), epoch, index),
         example_id=f"x{index}",
         job_id=name,
-        epoch=0,
+        epoch=epoch,
         index=index,
         reason="complete",
         is_viable=True,
@@ -246,8 +249,36 @@ def test_other_groups_and_their_jobs_change_nothing() -> None:
 def test_closed_groups_of_a_finished_job_are_dropped() -> None:
     cancelled = [submitted(1), JobCancelled(**common(1))]
     for order in ([0, 1, 0], [0, 0, 1], [1, 0, 0]):
-        assert folded(list(cancelled), [closed(1, 0)], order=order).job(job_id(1)).closed == {}
-    assert list(folded([submitted(1)], [closed(1, 0)]).job(job_id(1)).closed) == [closed(1, 0).group_id]
+        assert folded(list(cancelled), [closed(1, 0)], order=order).job(job_id(1)).closed == ClosedGroups()
+    assert list(folded([submitted(1)], [closed(1, 0)]).job(job_id(1)).closed.of(0)) == [closed(1, 0).group_id]
+
+
+def test_closed_groups_of_a_planned_batch_are_dropped() -> None:
+    others = [closed(1, index, epoch=epoch) for epoch in (1, PART) for index in (0, PART)]
+    for order in ([0, 0, 0, 0, 0, 1], [1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0]):
+        found = folded([closed(1, 0), *others], [sealed(1, 0)], order=order).job(job_id(1)).closed
+        assert found.of(0) == {}
+        assert [list(found.of(epoch).values()) for epoch in (1, PART)] == [others[:2], others[2:]]
+    batches: list[Event] = [sealed(1, epoch) for epoch in (0, 1, PART)]
+    assert folded([closed(1, 0), *others], batches).job(job_id(1)).closed == ClosedGroups()
+
+
+def dicts_of(tree: Any) -> dict[int, int]:
+    """Number of entries of all dicts in a tree of them, by identity."""
+    if not isinstance(tree, Mapping):
+        return {}
+    found = {id(tree): len(tree)}
+    for one in tree.values():
+        found |= dicts_of(one)
+    return found
+
+
+@pytest.mark.parametrize(("num_epochs", "size"), [(1, 20 * PART), (20 * PART, 1), (PART // 2, 40)])
+def test_a_closed_group_costs_the_same_however_many_are_closed(num_epochs: int, size: int) -> None:
+    events = [closed(1, index, epoch=epoch) for epoch in range(num_epochs) for index in range(size)]
+    before = folded([*events[:-1]]).job(job_id(1)).closed
+    copied = dicts_of(before.having(events[-1])._batches).items() - dicts_of(before._batches).items()
+    assert sum(len_ for _, len_ in copied) <= 2 * PART + 2 * 20
 
 
 JOBS: list[Event] = [
