@@ -1,7 +1,9 @@
 """Privileged context: the text of each trajectory that only its scorer sees, from the inputs of its task."""
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -15,48 +17,81 @@ from rollstream.schemas.events import JobSubmitted, RunStarted, TrajectoryAssemb
 from rollstream.schemas.settings import ArtifactRef
 
 Read = Callable[[ArtifactRef], Awaitable[bytes]]
-Inputs = Mapping[str, Mapping[str, Any]]
-"""Inputs of examples by their ids."""
 
 
-async def inputs_of(log: EventLog, job: JobSubmitted, read: Read, wanted: Set[str]) -> Inputs:
-    """Inputs of the wanted examples, from the dataset of the job's run. The rest of the dataset is discarded.
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    """The part of a dataset that a template needs."""
 
-    It reads, hashes and parses the whole dataset: ask once for a batch.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    started = await _started(log, job)
-    for line in filter(bytes.strip, (await read(started.dataset)).splitlines()):
+    names: tuple[str, ...]
+    """Keys in the template, in order."""
+    values: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Values of these keys by example."""
+    others: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Keys of the examples that lack one of them."""
+
+
+class Contexts:
+    """The contexts of a job. The dataset of its run is read once, and the values that templates name are kept."""
+
+    def __init__(self, log: EventLog, job: JobSubmitted, read: Read) -> None:
+        self._log = log
+        self._job = job
+        self._read = read
+        self._needed: dict[str, _Needed] = {}
+        """Parts of the dataset by template."""
+
+    async def of(self, template: str, trajectories: Sequence[TrajectoryAssembled]) -> list[str]:
+        """The template with the inputs of each trajectory's example.
+
+        Raises RunFailedError naming an example that the dataset lacks or a key that its inputs lack.
+        """
+        needed = self._needed.get(template)
+        if needed is None:
+            started = await _started(self._log, self._job)
+            content = await self._read(started.dataset)
+            needed = self._needed[template] = await asyncio.to_thread(_needed, template, content)
+        return [_filled(template, one.example_id, needed) for one in trajectories]
+
+
+def _needed(template: str, dataset: bytes) -> _Needed:
+    needed = _Needed(tuple(dict.fromkeys(CONTEXT_KEY.findall(template))))
+    for line in filter(bytes.strip, dataset.splitlines()):
         example = orjson.loads(line)
-        if example["example_id"] in wanted:
-            found[example["example_id"]] = example["inputs"]
-    return found
+        inputs = example["inputs"]
+        if all(name in inputs for name in needed.names):
+            needed.values[example["example_id"]] = tuple(_text(inputs[name]) for name in needed.names)
+        else:
+            needed.others[example["example_id"]] = tuple(inputs)
+    return needed
 
 
-def contexts_of(template: str, trajectories: Sequence[TrajectoryAssembled], inputs: Inputs) -> list[str]:
-    """The template with the inputs of each trajectory's example.
-
-    Raises RunFailedError naming an example that the dataset lacks or a key that its inputs lack.
-    """
-    return [_filled(template, one.example_id, inputs) for one in trajectories]
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def _filled(template: str, example_id: str, inputs: Inputs) -> str:
-    known = inputs.get(example_id)
-    if known is None:
-        raise RunFailedError(
-            f"algorithm.context: the run's dataset has no example {example_id!r}; train on tasks of the dataset"
-        )
+def _filled(template: str, example_id: str, needed: _Needed) -> str:
+    values = needed.values.get(example_id)
+    if values is None:
+        raise _lacking(example_id, needed)
+    by_name = dict(zip(needed.names, values, strict=True))
 
     def value(found: "re.Match[str]") -> str:
-        name = found[1]
-        if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {near}?" if near is not None else f"it has {', '.join(sorted(known)) or 'none'}"
-            raise RunFailedError(f"algorithm.context: the inputs of example {example_id!r} have no {name!r}; {hint}")
-        return known[name] if isinstance(known[name], str) else orjson.dumps(known[name]).decode()
+        return by_name[found[1]]
 
     return CONTEXT_KEY.sub(value, template)
+
+
+def _lacking(example_id: str, needed: _Needed) -> RunFailedError:
+    known = needed.others.get(example_id)
+    if known is None:
+        return RunFailedError(
+            f"algorithm.context: the run's dataset has no example {example_id!r}; train on tasks of the dataset"
+        )
+    name = next(name for name in needed.names if name not in known)
+    near = nearest(name, known)
+    hint = f"did you mean {near}?" if near is not None else f"it has {', '.join(sorted(known)) or 'none'}"
+    return RunFailedError(f"algorithm.context: the inputs of example {example_id!r} have no {name!r}; {hint}")
 
 
 async def _started(log: EventLog, job: JobSubmitted) -> RunStarted:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog
-from rollstream.learner.scoring.contexts import Inputs, contexts_of, inputs_of
+from rollstream.learner.scoring.contexts import Contexts
 from rollstream.learner.scoring.index import ScoreAsked, ScoreIndex
 from rollstream.learner.scoring.models import ScoringModels
 from rollstream.learner.scoring.scores import NONE, Logprobs, Scores, events_of, missing, recorded_scores
@@ -78,6 +78,7 @@ class ScoreWriter:
         self._in_thread = in_thread
         self._owner = owner
         self._known = known
+        self._contexts = Contexts(log, job, owner.read)
 
     async def scores(
         self,
@@ -122,14 +123,11 @@ class ScoreWriter:
         groups: dict[tuple[Scorer, str], list[int]] = {}
         for one in asked:
             groups.setdefault((one.scorer, trajectories[one.member].group_id), []).append(one.member)
-        inputs: Inputs | None = None
         for (scorer, _), members in groups.items():
             lacking = [one for one in wanted if one.scorer == scorer and one.member in members]
             if not lacking:
                 continue
-            if scorer.context and inputs is None:
-                inputs = await self._inputs(trajectories)
-            found = await self._computed(models, scorer, [trajectories[member] for member in members], inputs or {})
+            found = await self._computed(models, scorer, [trajectories[member] for member in members])
             self._check_finite(scorer, [trajectories[member] for member in members], found)
             await self._owner.check_owner()
             await self._log.send_all(self._events(planned, lacking, dict(zip(members, found, strict=True))))
@@ -157,15 +155,12 @@ class ScoreWriter:
             event for one in lacking for event in events_of(planned, one, found[one.member], run_id=run_id, term=term)
         ]
 
-    async def _inputs(self, trajectories: Sequence[TrajectoryAssembled]) -> Inputs:
-        return await inputs_of(self._log, self._job, self._owner.read, {one.example_id for one in trajectories})
-
     async def _computed(
-        self, models: ScoringModels, scorer: Scorer, trajectories: Sequence[TrajectoryAssembled], inputs: Inputs
+        self, models: ScoringModels, scorer: Scorer, trajectories: Sequence[TrajectoryAssembled]
     ) -> list[Logprobs]:
         if models.lacks_base(scorer):
             artifact = self._known().published[self._job.base_version].artifact
             weights = await self._owner.read(artifact)
             await self._in_thread(lambda: models.take_base(weights, f"artifact {artifact.uri}"))
-        contexts = contexts_of(scorer.context, trajectories, inputs) if scorer.context else []
+        contexts = await self._contexts.of(scorer.context, trajectories) if scorer.context else []
         return await self._in_thread(lambda: models.score(scorer, trajectories, contexts))

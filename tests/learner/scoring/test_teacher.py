@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.learner.scoring import contexts
 from rollstream.learner.scoring.scores import by_sequence
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas import ids, tokens
@@ -197,18 +199,23 @@ def test_a_context_without_its_inputs_names_example_and_key(
     assert f"algorithm.context: the inputs of example 'x' {reported}" in found
 
 
-def test_the_dataset_of_a_context_is_read_once_a_manifest(
+def test_the_dataset_of_a_context_is_read_once_a_job_and_parsed_beside_the_event_loop(
     lab: Any, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A manifest has two groups, which are scored one after the other."""
-    num_read = Counter[str]()
-    read = ArtifactStore.read
+    """Two manifests have two groups each, which are scored one after the other."""
+    num_read, threads = Counter[str](), set[int]()
+    read, needed = ArtifactStore.read, contexts._needed
 
     def counted(store: ArtifactStore, artifact: ArtifactRef) -> bytes:
         num_read[artifact.uri] += 1
         return read(store, artifact)
 
+    def watched(template: str, dataset: bytes) -> Any:
+        threads.add(threading.get_ident())
+        return needed(template, dataset)
+
     monkeypatch.setattr(ArtifactStore, "read", counted)
+    monkeypatch.setattr(contexts, "_needed", watched)
 
     async def scenario() -> None:
         await lab.begin({"answer": "42"})
@@ -216,6 +223,7 @@ def test_the_dataset_of_a_context_is_read_once_a_manifest(
         (started,) = await lab.events("groups", RunStarted)
         scored = await lab.events("weights", ReferenceScored)
         assert len({one.trajectory_id.rpartition("/m")[0] for one in scored}) == 4
-        assert num_read[started.dataset.uri] == 2
+        assert num_read[started.dataset.uri] == 1
+        assert threading.get_ident() not in threads
 
     asyncio.run(scenario())
