@@ -186,7 +186,8 @@ class VersionWriter:
             weights.path.unlink(missing_ok=True)
         if is_due:
             self._inbox.forget(self._job, next_index=next_index, version=step.version)
-        await self._in_writing_thread(self._prune)
+        await self._publisher.check_owner()  # another one may have gone on above this version
+        await self._in_writing_thread(lambda: self._prune(step.version))
         checkpoints = self._folder.versions()  # restarts need all above them: see `GroupNeeds.trained_again`
         needed = [one for one in self._adopted() if one <= max(checkpoints, default=-1)]
         await self._publisher.collect({*checkpoints, *needed}, step.time_ms)
@@ -237,10 +238,11 @@ class VersionWriter:
             return True  # a restart would have to go back once more
         return next_index % settings.checkpoint_every == 0 or next_index == settings.num_versions
 
-    def _prune(self) -> None:
-        """Remove checkpoints that neither the settings keep nor a planned rollback needs."""
-        settings = self._job.settings
-        self._folder.prune(keep_last=settings.keep_last, keep_every=settings.keep_every, needed=self._adopted())
+    def _prune(self, version: int) -> None:
+        """Remove checkpoints that neither the settings keep nor a planned rollback needs, after `version` was sent."""
+        settings, newest = self._job.settings, self._inbox.state.group(self._job.model_group).newest_version
+        how = {"keep_last": settings.keep_last, "keep_every": settings.keep_every}
+        self._folder.prune(newest=max(version, newest), **how, needed=self._adopted())
 
     def _adopted(self) -> list[int]:
         """Versions that planned manifests return to."""

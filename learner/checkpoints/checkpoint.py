@@ -160,24 +160,29 @@ class CheckpointFolder:
                 return checkpoint
         return None
 
-    def prune(self, *, keep_last: int, keep_every: int, needed: Collection[int] = ()) -> None:
+    def prune(self, *, newest: int, keep_last: int, keep_every: int, needed: Collection[int] = ()) -> None:
         """Remove all but the newest `keep_last`, every version that `keep_every` divides, and those `needed`.
 
-        What a kill left of folders of shards and of half written files goes too: only this learner writes here, and it
-        is not writing now.
+        `newest`: version that the log has reached. Those above it are left of a log that was restored to an earlier
+        point since; they are removed and do not count. What a kill left of folders of shards and of half written files
+        goes too: only this learner writes here, and it is not writing now.
         """
         for path in leftovers_in(self.path):
             shutil.rmtree(path, ignore_errors=True)
         for path in half_written(self.path):
             path.unlink(missing_ok=True)
         files = list(checkpoints_in(self.path))
-        kept = {*needed, *(version for version, _ in files[-keep_last:])}
+        above = {version for version, _ in files if version > newest}
+        reached = sorted({version for version, _ in files} - above)
+        kept = {*needed, *reached[-keep_last:]} - above
         for version, path in files:
-            if version not in kept and version % keep_every:
+            if version in above:
+                logger.warning("checkpoint %s removed: the log goes up to v%s; was it restored?", path, newest)
+            if version in above or (version not in kept and version % keep_every):
                 remove_whole(path)
-        newest, left = files[-1][0] if files else -1, set(self.versions())
+        last, left = max(reached, default=-1), set(self.versions())
         for version, path in list(weights_in(self.path)):
-            if version < newest and version not in left:
+            if (version < last or version in above) and version not in left:
                 path.unlink(missing_ok=True)
 
     def versions(self) -> list[int]:

@@ -38,5 +38,5 @@ def test_folders_of_shards_that_a_kill_left_are_removed_once_they_are_old(tmp_pa
     assert all(one.size_bytes >= 1000 for one in found.leftovers)
     asyncio.run(remove(log, store, found._replace(weights={}, versions={})))
     assert sorted(path.name for path in folder.iterdir()) == [names[3], names[0]]
-    CheckpointFolder(tmp_path / "checkpoints", "r/policy").prune(keep_last=1, keep_every=1)
+    CheckpointFolder(tmp_path / "checkpoints", "r/policy").prune(newest=3, keep_last=1, keep_every=1)
     assert [path.name for path in folder.iterdir()] == [names[0]]

@@ -132,21 +132,52 @@ def test_weights_that_are_in_a_file_already_are_linked_and_read_back(tmp_path: P
 def test_weights_of_checkpoints_that_are_gone_go_too(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, "r/policy")
     for version in (1, 2, 3):
-        weights = folder.write_weights(version, {"w": torch.full((2,), float(version))})
-        position = checkpoint().position.model_copy(update={"version": version})
-        folder.save(Checkpoint(position, {"weights/w": torch.ones(2)}, weights))
-        weights.path.unlink()
+        saved(folder, version)
     (folder.path / "v00000004.0.weights").touch()  # of a version whose checkpoint is being written
-    folder.prune(keep_last=1, keep_every=2)
+    folder.prune(newest=3, keep_last=1, keep_every=2)
     assert folder.versions() == [2, 3]
     assert sorted(version for version, _ in weights_in(folder.path)) == [2, 3, 4]
+
+
+def saved(folder: CheckpointFolder, version: int, job_id: str = "r/rl") -> Path:
+    """A checkpoint whose weights are a file of their own."""
+    weights = folder.write_weights(version, {"w": torch.full((2,), float(version))})
+    position = checkpoint().position.model_copy(update={"version": version, "job_id": job_id})
+    path = folder.save(Checkpoint(position, {"weights/w": torch.ones(2)}, weights))
+    weights.path.unlink()
+    return path
+
+
+def test_checkpoints_above_a_restored_log_do_not_push_new_ones_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = CheckpointFolder(tmp_path, "r/policy")
+    for version in range(13, 21):
+        saved(folder, version)
+    for version in (1, 2, 3):
+        saved(folder, version)
+        folder.prune(newest=version, keep_last=8, keep_every=10, needed=[15])
+        assert folder.versions() == list(range(1, version + 1))
+    assert sorted(version for version, _ in weights_in(folder.path)) == [1, 2, 3]
+    assert "the log goes up to v1" in caplog.text
+    found = folder.newest(job_id="r/rl", max_version=4)
+    assert found is not None
+    assert found.position.version == 3
+
+
+def test_two_files_of_a_version_count_once(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, "r/policy")
+    for version, job_id in ((1, "r/rl"), (2, "r/rl"), (2, "r/other")):
+        saved(folder, version, job_id)
+    folder.prune(newest=2, keep_last=2, keep_every=100)
+    assert folder.versions() == [1, 2, 2]
 
 
 def test_files_that_a_kill_left_half_written_are_removed(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, "r/policy")
     path, weights = folder.save(checkpoint()), folder.write_weights(2, {"w": torch.ones(2)})
     (folder.path / f"{'0a' * 8}.aside").write_bytes(b"half")
-    folder.prune(keep_last=1, keep_every=1)
+    folder.prune(newest=3, keep_last=1, keep_every=1)
     assert sorted(folder.path.iterdir()) == sorted([path, weights.path])
 
 
