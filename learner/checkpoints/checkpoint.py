@@ -39,6 +39,7 @@ from rollstream.learner.checkpoints.checkpoint_files import (
     WEIGHTS,
     checkpoints_in,
     inspect,
+    job_of,
     leftovers_in,
     weights_in,
     weights_of,
@@ -148,16 +149,16 @@ class CheckpointFolder:
     def newest(self, *, job_id: str, max_version: int) -> Checkpoint | None:
         """The newest checkpoint of a job that is not above `max_version` and whose bytes have not changed.
 
-        A file that was changed is named in a warning, and the one before it is used.
+        Only those of the job are hashed and loaded. A file that was changed is named in a warning, and the one before
+        it is used.
         """
         for version, path in reversed(list(checkpoints_in(self.path))):
-            if version > max_version:
+            if version > max_version or (named := job_of(path)) not in (None, job_id):
                 continue
-            checkpoint = read(path)
-            if checkpoint is None:
-                logger.warning("checkpoint %s is damaged; going back to the one before it", path)
-            elif checkpoint.position.job_id == job_id:
+            checkpoint = None if named is None else read(path)
+            if checkpoint is not None:
                 return checkpoint
+            logger.warning("checkpoint %s is damaged; going back to the one before it", path)
         return None
 
     def prune(self, *, newest: int, keep_last: int, keep_every: int, needed: Collection[int] = ()) -> None:

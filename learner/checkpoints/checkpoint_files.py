@@ -51,6 +51,17 @@ def inspect(path: Path) -> tuple[str, dict[str, Any] | None]:
     return found, position
 
 
+def job_of(path: Path) -> str | None:
+    """Job of a checkpoint, by what is read of it at once, before any of it is hashed; None if it cannot be read."""
+    try:
+        found: Any = orjson.loads((path / CONTENT).read_bytes()) if path.is_dir() else _metadata(path)
+        position = found["position"]
+        named = (position if path.is_dir() else orjson.loads(position))["job_id"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return named if isinstance(named, str) else None
+
+
 def weights_of(path: Path) -> Path | None:
     """The file of weights that a checkpoint's file names; None if it holds them itself."""
     name = _metadata(path).get("weights")
@@ -76,5 +87,6 @@ def _named_sha256(path: Path) -> str:
 def _metadata(path: Path) -> dict[str, str]:
     """Metadata from the header of a safetensors file."""
     with path.open("rb") as file:
-        header = orjson.loads(file.read(int.from_bytes(file.read(8), "little")))
+        size = int.from_bytes(file.read(8), "little")
+        header = orjson.loads(file.read(min(size, path.stat().st_size)))  # a damaged size may be anything
     return header["__metadata__"]

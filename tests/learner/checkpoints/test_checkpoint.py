@@ -12,6 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from rollstream.learner.checkpoints import checkpoint_files
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, part, read
 from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in, inspect, weights_in
 from rollstream.learner.model.tensor_file import pieces, to_bytes
@@ -171,6 +172,35 @@ def test_two_files_of_a_version_count_once(tmp_path: Path) -> None:
         saved(folder, version, job_id)
     folder.prune(newest=2, keep_last=2, keep_every=100)
     assert folder.versions() == [1, 2, 2]
+
+
+def test_a_new_job_hashes_no_checkpoint_of_the_jobs_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, hashed = CheckpointFolder(tmp_path, "r/policy"), list[Path]()
+    path = saved(folder, 1)
+    shards = checkpoint().position.model_copy(update={"version": 2, "job_id": "r/sharded"})
+    folder.save(Checkpoint(shards, {}, write=lambda _: {}))
+    saved(folder, 3, "r/other")
+    known = checkpoint_files.sha256_of
+    monkeypatch.setattr(checkpoint_files, "sha256_of", lambda path: hashed.append(path) or known(path))
+    assert folder.newest(job_id="r/new", max_version=9) is None
+    assert hashed == []
+    found = folder.newest(job_id="r/rl", max_version=9)
+    assert found is not None
+    assert found.path == path == hashed[0]
+
+
+@pytest.mark.parametrize("head", [b"", b"\xff" * 8 + b"{}", (2).to_bytes(8, "little") + b"{}"])
+def test_a_checkpoint_without_a_readable_header_is_named_and_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, head: bytes
+) -> None:
+    folder = CheckpointFolder(tmp_path, "r/policy")
+    saved(folder, 1)
+    damaged = saved(folder, 2)
+    damaged.write_bytes(head)
+    found = folder.newest(job_id="r/rl", max_version=9)
+    assert found is not None
+    assert found.position.version == 1
+    assert f"{damaged} is damaged" in caplog.text
 
 
 def test_files_that_a_kill_left_half_written_are_removed(tmp_path: Path) -> None:
