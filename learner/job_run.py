@@ -349,14 +349,12 @@ class JobRun:
         seconds = {"fetch": time.monotonic() - began}
         scores = await self._scorer.scores(self.trainer, planned, trajectories, seconds)
         group = self._context.inbox.state.group(self.job.model_group)
-        known = group.recorded_budget(planned.yields_version, self.job.job_id)
+        known = group.step(planned.yields_version, self.job.job_id)
         manifests = self._context.inbox.state.job(self.job.job_id).manifests
         if (following := manifests.get(planned.index + 1)) is not None:
             self._members.begin(following.planned)
         result = await self._in_thread(
-            lambda: self.trainer.train(
-                planned, trajectories, scores=scores, micro_batch_tokens=known, before_step=before_step
-            )
+            lambda: self.trainer.train_known(known, planned, trajectories, scores=scores, before_step=before_step)
         )
         return replace(result, seconds={**seconds, **result.seconds})
 

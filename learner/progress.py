@@ -61,6 +61,8 @@ class TrainedStep(NamedTuple):
     job_id: str
     weights_sha256: str
     micro_batch_tokens: tuple[int, ...]
+    threads: int
+    """0: unknown."""
     ranks: int
     """0: unknown, of a rollback that was recorded before these had it."""
 
@@ -102,11 +104,6 @@ class GroupState:
         """Whether an event is the step of its version."""
         step = self.step_of(event.version)
         return step is not None and (step.job_id, step.weights_sha256) == (event.job_id, event.weights_sha256)
-
-    def recorded_budget(self, version: int, job_id: str) -> tuple[int, ...] | None:
-        """The micro-batches that a job trained a version with, as StepTrained has them; None if it has not yet."""
-        step = self.step(version, job_id)
-        return None if step is None else step.micro_batch_tokens
 
     @property
     def newest_version(self) -> int:
@@ -251,7 +248,9 @@ def _train(group: GroupState, event: StepTrained, offset: int) -> None:
     steps = group.steps.setdefault(event.version, {})
     if event.job_id not in steps:
         ranks = 0 if event.adopts is not None and not event.device else event.ranks
-        steps[event.job_id] = TrainedStep(event.job_id, event.weights_sha256, event.micro_batch_tokens, ranks)
+        steps[event.job_id] = TrainedStep(
+            event.job_id, event.weights_sha256, event.micro_batch_tokens, event.threads, ranks
+        )
         group.offsets.setdefault(event.version, []).append(offset)
 
 

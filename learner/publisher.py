@@ -211,7 +211,8 @@ def difference(step: TrainedStep | None, num_ranks: int) -> str:
             f"it was trained by {step.ranks} process(es) then and by {num_ranks} now, and bits are equal only for as "
             f"many; start the learner with {step.ranks}, until it has caught up with what is published"
         )
-    return "device, threads, libraries or inputs differ from the first time; restore those"
+    threads = "" if step is not None and step.threads else "threads, "
+    return f"device, {threads}libraries or inputs differ from the first time; restore those"
 
 
 def _progressed(job: JobSubmitted, step: StepTrained) -> JobProgressed:

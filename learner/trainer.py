@@ -29,7 +29,7 @@ from rollstream.learner.model.tensor_file import from_bytes
 from rollstream.learner.parallel.process_ranks import DROP, LOAD, ProcessRanks
 from rollstream.learner.parallel.refusals import refused
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, checkpointed, write_shards
-from rollstream.learner.progress import manifest_metrics
+from rollstream.learner.progress import TrainedStep, manifest_metrics
 from rollstream.learner.scoring.index import SCORES_SINCE, ScoreAsked
 from rollstream.learner.scoring.models import ScoringModels, compute_as_set
 from rollstream.learner.scoring.scored_batch import asked_of, batch_of, encoded
@@ -77,7 +77,8 @@ class JobTrainer:
                 "or change the job"
             )
         own = own_threads(torch.get_num_threads)  # by now: below, this thread is given a number
-        self._settings = self._settings.model_copy(update={"threads": self._settings.threads or threads or own})
+        self._threads = self._settings.threads or threads or own
+        self._settings = self._settings.model_copy(update={"threads": self._threads})
         compute_as_set(self._settings)
         self._path = path = permissions.model_path(self._settings.model.path, f"job {job.job_id}: model.path")
         seed = ids.derive_seed(self._settings.seed, job.run_id, job.model_group, "adapters")
@@ -143,9 +144,10 @@ class JobTrainer:
                 )
 
     def use_threads(self, threads: int) -> None:
-        """Train with as many threads from now on, in each process, whatever the job says."""
+        """Train with as many threads from now on, in each process, whatever the job says. 0: with those of its own."""
         with self.model.ranks.together("use_threads", str(threads).encode()):
-            self._settings = self._settings.model_copy(update={"threads": threads})
+            self._settings = self._settings.model_copy(update={"threads": threads or self._threads})
+            compute_as_set(self._settings)
 
     def stand_at(self, base: WeightsPublished, weights: bytes, what: str) -> None:
         """Begin the job from its base version's weights, and compare with them where the loss does.
@@ -314,9 +316,26 @@ class JobTrainer:
             logger.warning(
                 "batch=%s has no %s: version=%s changes nothing", planned.batch_id, what, planned.yields_version
             )
-        self._warn_of_mismatch(result, planned)
+        off_policy.warn_of_mismatch(result.metrics, planned.trains_at_version, planned.model_group)
         metrics = {**result.metrics, **manifest_metrics(planned)}
         return replace(result, metrics=metrics, scores_sha256=scores.sha256)
+
+    def train_known(
+        self, known: TrainedStep | None, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], **how: Any
+    ) -> StepResult:
+        """`train` to the same bits as before, if it was trained before; `known`: its step. New versions are trained
+        with the threads of this learner, of which the one before may have had another number. `how`: see `train`.
+        """
+        if known is None:
+            return self.train(planned, trajectories, **how)
+        threads = known.threads if known.threads != self._settings.threads else 0
+        if threads:
+            self.use_threads(threads)
+        try:
+            return self.train(planned, trajectories, micro_batch_tokens=known.micro_batch_tokens, **how)
+        finally:
+            if threads and not self.model.ranks.is_stuck:
+                self.use_threads(0)
 
     @contextmanager
     def _calling(self, before_step: Callable[[], None] | None) -> Iterator[None]:
@@ -352,17 +371,6 @@ class JobTrainer:
             return []
         self._check_token_ids(trajectories)
         return asked_of(self._settings.algorithm, scorers, planned, trajectories)
-
-    def _warn_of_mismatch(self, result: StepResult, planned: BatchPlanned) -> None:
-        found = result.metrics.get(f"{off_policy.MISMATCH}kl_k3", 0.0)
-        if found > off_policy.MAX_MISMATCH:
-            logger.warning(
-                "engine and learner differ at version=%s of model_group=%s: KL %.3g nats a token where they should "
-                "agree; compare their dtype, chat template and sampling, or train with algorithm.off_policy",
-                planned.trains_at_version,
-                planned.model_group,
-                found,
-            )
 
     def batch(
         self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores = NONE

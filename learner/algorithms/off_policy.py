@@ -1,5 +1,6 @@
 """Tokens that another policy sampled than the one that is trained: weights, masks, and how far the two are apart."""
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, TokenBatch
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradientSettings
 from rollstream.schemas.settings import CORRECTED_SINCE
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "off_policy/"
 MISMATCH, DRIFT = "mismatch/", "drift/"
@@ -226,3 +229,16 @@ def _kl(log_w_N: Tensor, estimate: str) -> Tensor:
     if estimate == "k2":
         return log_w_N.square() / 2
     return log_w_N.exp() - 1 - log_w_N
+
+
+def warn_of_mismatch(metrics: Mapping[str, float], version: int, model_group: str) -> None:
+    """Log a warning if engine and learner differ by more than MAX_MISMATCH, by the metrics of a step."""
+    found = metrics.get(f"{MISMATCH}kl_k3", 0.0)
+    if found > MAX_MISMATCH:
+        logger.warning(
+            "engine and learner differ at version=%s of model_group=%s: KL %.3g nats a token where they should "
+            "agree; compare their dtype, chat template and sampling, or train with algorithm.off_policy",
+            version,
+            model_group,
+            found,
+        )

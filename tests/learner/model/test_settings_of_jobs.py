@@ -1,17 +1,22 @@
 """Jobs of several model groups in one learner: each computes with the threads and the algorithms that it asks for."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
+from rollstream.eventlog import codec
 from rollstream.learner.scoring.models import ScoringModels
+from rollstream.learner.trainer import JobTrainer
 from rollstream.producers.engines.transformers import TransformersEngine
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.devices import own_threads
 from rollstream.schemas.engine_settings import TransformersSettings
-from rollstream.schemas.events import JobSucceeded, StepTrained
+from rollstream.schemas.events import JobFailed, JobSucceeded, StepTrained, WeightsPublished
 from rollstream.schemas.settings import ModelSettings
+from tests.learner.test_rollback import adopt
 
 
 async def submit(lab: Any, name: str, *, deterministic: bool, threads: int | None) -> None:
@@ -63,5 +68,55 @@ def test_a_job_does_not_take_over_the_threads_of_an_engine_that_is_in_its_proces
         finally:
             await engine.close()
         assert {step.threads for step in await lab.events("weights", StepTrained)} == {own}
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def bits_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the number of threads decide the bits, as it does for larger models."""
+    train = JobTrainer.train
+
+    def to_bits_of_threads(trainer: JobTrainer, *given: Any, **options: Any) -> Any:
+        result = train(trainer, *given, **options)
+        factor = 1 + torch.get_num_threads() * 1e-3
+        trainer.model.load_weights({name: tensor * factor for name, tensor in trainer.model.published().items()})
+        return result
+
+    monkeypatch.setattr(JobTrainer, "train", to_bits_of_threads)
+
+
+async def is_over(lab: Any) -> bool:
+    return bool(await lab.events("jobs", JobSucceeded) or await lab.events("jobs", JobFailed))
+
+
+@pytest.mark.usefixtures("bits_of_threads")
+def test_a_learner_with_other_threads_trains_known_versions_again_with_those_of_their_time(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(threads=None, checkpoint_every=3)
+        first = await lab.plan(job, 2, seal=False)
+        await lab.work(lab.has(WeightsPublished, "weights", 3), lab.worker(threads=1))
+        await lab.plan(job, 1, first=2, previous=codec.content_digest(first[-1]))
+        await lab.work(partial(is_over, lab), lab.worker(threads=2))
+        assert await lab.events("jobs", JobFailed) == []
+        steps = await lab.events("weights", StepTrained)
+        assert [(step.version, step.threads) for step in steps] == [(1, 1), (2, 1), (3, 2)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("bits_of_threads")
+def test_a_rollback_trains_a_pruned_version_again_with_the_threads_of_its_time(lab: Any) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(threads=None, num_versions=9, keep_last=1, keep_every=100)
+        planned = await lab.plan(job, 3, seal=False)
+        await lab.work(lab.has(WeightsPublished, "weights", 4), lab.worker(threads=1))
+        await adopt(lab, job, planned, 2)
+        await lab.seal(job, 4)
+        await lab.work(partial(is_over, lab), lab.worker(threads=2))
+        assert await lab.events("jobs", JobFailed) == []
+        steps = {step.version: step for step in await lab.events("weights", StepTrained)}
+        assert steps[4].weights_sha256 == steps[2].weights_sha256
+        assert steps[4].threads == 2
 
     asyncio.run(scenario())
