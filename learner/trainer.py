@@ -95,7 +95,8 @@ class JobTrainer:
         self._skipped_in_row = 0
         self.index: int | None = None
         """The newest manifest that was trained, or is; None before the first one of this process."""
-        self._budget = MicroBatchBudget(micro_batch_tokens(self._settings, self.model.device), halves=ranks.num == 1)
+        tokens = micro_batch_tokens(self._settings, self.model.device)
+        self._budget = MicroBatchBudget(tokens, halves=ranks.num == 1, restarts=budget is not None)
         if budget is not None and ranks.num > 1:
             self._budget.keep(KeptBudget(budget, job.job_id))
         self._statistics: dict[str, float] = {}
@@ -326,7 +327,7 @@ class JobTrainer:
         """`train` to the same bits as before, if it was trained before; `known`: its step. New versions are trained
         with the threads of this learner, of which the one before may have had another number. `how`: see `train`.
         """
-        if known is None:
+        if known is None or not self._settings.model.deterministic:  # then published weights count, whatever the bits
             return self.train(planned, trajectories, **how)
         threads = known.threads if known.threads != self._settings.threads else 0
         if threads:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollstream.eventlog.files import sync_folder, write_whole
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
-from rollstream.learner.model.memory import HALVED
+from rollstream.learner.model.memory import HALVED, MemoryHeldError
 from rollstream.schemas.errors import (
     RollstreamError,
     RunFailedError,
@@ -67,7 +67,7 @@ class Faults:
             times = MAX_TIMES
         elif before is not None and (before.job_id, before.index, before.kind) == (self._job_id, index, kind):
             times = before.times + 1
-        described = str(error) if isinstance(error, RollstreamError) else describe(error)
+        described = str(error) if isinstance(error, (RollstreamError, MemoryHeldError)) else describe(error)
         text = recordable(described, MAX_JOB_ERROR) or kind
         fault = Fault(job_id=self._job_id, index=index, kind=kind, error=text, times=times)
         logger.error("job=%s %s failed%s", self._job_id, _location(index), traceback_of(error))

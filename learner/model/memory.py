@@ -34,16 +34,24 @@ WITHOUT_COPY = (
 """Remedy if there is no memory for a copy of the full weights that the loss compares with."""
 
 
+class MemoryHeldError(MemoryError):
+    """No memory for a version that is trained again, and fitted before: something else may hold it now.
+
+    It ends the learner's process, and is tried again by the next one, up to the limit of `Faults`.
+    """
+
+
 @contextmanager
 def within_memory(subject: str, remedy: str = _SMALLER, *, alone: bool = True) -> Iterator[None]:
     """Raises ModelError naming the subject and the remedy if memory runs out within.
 
-    Not `alone`, it flies: other processes, which take part in the work, would wait for this one.
+    Not `alone`, it flies: other processes, which take part in the work, would wait for this one. So does
+    MemoryHeldError.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not alone or not is_out_of_memory(error):
+        if not alone or isinstance(error, MemoryHeldError) or not is_out_of_memory(error):
             raise
         # Without its traceback, which holds the tensors.
         failure = error.with_traceback(None)
@@ -51,13 +59,18 @@ def within_memory(subject: str, remedy: str = _SMALLER, *, alone: bool = True) -
 
 
 @contextmanager
-def in_optimizer_step() -> Iterator[None]:
-    """Raises RunFailedError with the remedy if memory runs out within: smaller micro-batches would not help."""
+def in_optimizer_step(budget: "MicroBatchBudget") -> Iterator[None]:
+    """Raises RunFailedError with the remedy if memory runs out within: smaller micro-batches would not help.
+
+    MemoryHeldError if a learner trains the batch of `budget` again.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        if budget.is_tried_again:
+            raise MemoryHeldError(_held("in the optimizer step", _refused(error))) from error
         raise RunFailedError(
             f"out of memory in the optimizer step ({_refused(error)}), which needs its state beside weights and "
             "gradients; train an adapter (model.lora), set optimizer.kind to adamw_8bit, or take a device with more "
@@ -93,11 +106,13 @@ class KeptBudget:
 class MicroBatchBudget:
     """Tokens of a micro-batch over the passes of a job's batches. A budget that was halved stays so."""
 
-    def __init__(self, tokens: int, *, halves: bool = True) -> None:
+    def __init__(self, tokens: int, *, halves: bool = True, restarts: bool = False) -> None:
         """`tokens`: as the job says. Without `halves` a pass is not begun again, because several processes
         compute it in step: half as many are then kept for those that are started next, see `keep`, and the error flies.
+        `restarts`: a learner's, whose process is started again after it has ended.
         """
         self._halves = halves
+        self._restarts = restarts
         self._given = tokens
         self._tokens = tokens
         self._recorded: Sequence[int] | None = None
@@ -115,16 +130,16 @@ class MicroBatchBudget:
         self._recorded, self._passes = recorded, []
 
     def to_others(self) -> dict[str, Any]:
-        """State that the other processes need to divide a batch in the same way."""
+        """State that the other processes need to divide a batch, and to fail, in the same way."""
         kept = self._kept
         where = {"path": str(kept.path.absolute()), "job_id": kept.job_id} if kept else None
         recorded = None if self._recorded is None else list(self._recorded)
-        return {"tokens": self._tokens, "recorded": recorded, "kept": where}
+        return {"tokens": self._tokens, "recorded": recorded, "kept": where, "restarts": self._restarts}
 
     def begin_as(self, first: Mapping[str, Any]) -> None:
         """Begin a batch as the first process does, by its `to_others`."""
         self.begin(first["recorded"])
-        self._tokens, where = first["tokens"], first["kept"]
+        self._tokens, self._restarts, where = first["tokens"], first["restarts"], first["kept"]
         self._kept = KeptBudget(Path(where["path"]), where["job_id"]) if where else None
 
     def run(self, work: Callable[[int], T], num_units: int) -> T:
@@ -132,7 +147,7 @@ class MicroBatchBudget:
 
         `num_units`: rows or pairs of the pass; no budget divides it further than into these. A pass that was recorded
         is given what it was given then, because the division decides the order of sums, so bits. Raises
-        RunFailedError if that is too much.
+        RunFailedError if that is too much, and MemoryHeldError in a learner.
         """
         at = len(self._passes)
         fixed = self._fixed(at)
@@ -144,6 +159,8 @@ class MicroBatchBudget:
                 if not is_out_of_memory(error):
                     raise
                 refused, is_least = _refused(error), fixed is not None or num_units <= 1 or tokens <= 1
+                if fixed is not None and self._restarts:
+                    raise MemoryHeldError(_held(f"with micro-batches of {tokens} tokens", refused)) from error
                 if is_least or not (self._halves or self._kept):
                     raise RunFailedError(_remedy(tokens, num_units, refused, is_recorded=fixed is not None)) from error
                 if not self._halves:
@@ -156,6 +173,11 @@ class MicroBatchBudget:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             logger.warning("out of memory (%s): micro-batches of %s tokens from here on", refused, self._tokens)
+
+    @property
+    def is_tried_again(self) -> bool:
+        """Whether a learner trains the batch again, so that running out of memory ends its process and not the job."""
+        return self._restarts and self._recorded is not None
 
     def _fixed(self, at: int) -> int | None:
         """Tokens that the pass was given when it was trained before; None if there is no record."""
@@ -231,6 +253,13 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 def _refused(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _held(where: str, refused: str) -> str:
+    return (
+        f"out of memory {where}, where the version that is trained again fitted before ({refused}); end what else uses "
+        "the device's memory, or start the learner on a device with as much memory"
+    )
 
 
 def _remedy(tokens: int, num_units: int, refused: str, *, is_recorded: bool) -> str:

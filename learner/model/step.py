@@ -145,7 +145,7 @@ def train_batch(
         sums = taken.budget.run(gradients, len(part))
         backed = time.monotonic()
         rate = learning_rate(settings.optimizer, index * planned + number, last_step)
-        with in_optimizer_step():
+        with in_optimizer_step(taken.budget):
             _take(model, optimizer, rate, sums, settings, taken)
         taken.seconds["forward_backward"] += backed - began - (taken.seconds["collate"] - collated)
         taken.seconds["optimizer"] += time.monotonic() - backed

@@ -19,7 +19,7 @@ from rollstream.learner.algorithms.builtin.dpo import Dpo
 from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.learner.model import tree_attention
-from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
+from rollstream.learner.model.memory import KeptBudget, MemoryHeldError, MicroBatchBudget
 from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.step import train_batch
@@ -234,6 +234,18 @@ def test_of_several_processes_the_one_without_memory_leaves_half_of_the_budget_t
     with pytest.raises(RunFailedError, match="out of memory with micro-batches of 64 tokens"):
         without.run(work, 8)  # as scores are computed, for which no budget is kept
     assert begun().run(work, 8) == 16
+
+
+def test_of_several_processes_each_ends_where_a_learner_has_no_memory_for_a_recorded_pass() -> None:
+    def work(tokens: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    first, follower = MicroBatchBudget(64, halves=False, restarts=True), MicroBatchBudget(64, halves=False)
+    first.begin((16,))
+    follower.begin_as(json.loads(json.dumps(first.to_others())))
+    for budget in (first, follower):
+        with pytest.raises(MemoryHeldError, match="with micro-batches of 16 tokens, where the version"):
+            budget.run(work, 1)
 
 
 def test_memory_that_runs_out_in_the_optimizer_step_ends_the_job_with_the_remedy(
