@@ -59,8 +59,8 @@ class JobTrainer:
         """Load the job's algorithm and model. Raises ModelError, or ConfigError if kind and algorithm do not fit.
 
         Of several processes (`ranks`) the first one makes it, and the others `follow`. If one of them runs out of
-        memory, all end, and the file `budget` has the micro-batches that they begin with again. Whatever else fails in
-        one of them fails in all, or ends all.
+        memory, all end, and the file `budget`, or for scores one beside it, has the micro-batches that they begin with
+        again. Whatever else fails in one of them fails in all, or ends all.
 
         `threads`: used if the job does not say its own number; as many as torch takes by itself if neither does.
         `permissions`: the algorithms and models that it may name. Raises NotAllowedError for another one.
@@ -99,6 +99,7 @@ class JobTrainer:
         self._budget = MicroBatchBudget(tokens, halves=ranks.num == 1, restarts=budget is not None)
         if budget is not None and ranks.num > 1:
             self._budget.keep(KeptBudget(budget, job.job_id))
+            self.scoring.keep(KeptBudget(budget.with_name("scoring_tokens.json"), job.job_id))
         self._statistics: dict[str, float] = {}
         """Statistics of the algorithm over the batches so far."""
         self._held: dict[int, dict[str, Tensor]] = {}
@@ -258,8 +259,8 @@ class JobTrainer:
         tensors = {f"weights/{name}": value for name, value in self.model.weights().items()}
         state = state_tensors(self._optimizer, self.model.trainable())
         tensors |= {f"optimizer/{name}": value for name, value in state.items()}
-        for name, value in self._statistics.items():
-            tensors[f"statistics/{name}"] = torch.tensor(value, dtype=torch.float64)
+        kept = self._statistics.items()
+        tensors |= {f"statistics/{name}": torch.tensor(value, dtype=torch.float64) for name, value in kept}
         if self._skipped_in_row:
             tensors["optimizer_steps/skipped_in_row"] = torch.tensor(self._skipped_in_row)
         tensors["random/cpu"] = torch.get_rng_state()
@@ -291,8 +292,7 @@ class JobTrainer:
         self._check_token_ids(trajectories)
         batch = replace(self.batch(planned, trajectories, scores), statistics=self._statistics)
         ranks = self.model.ranks
-        given = self._budget.to_others()
-        data = encoded(planned, trajectories, scores, given) if ranks.num > 1 else b""
+        data = encoded(planned, trajectories, scores, self._budget.to_others()) if ranks.num > 1 else b""
         doing = failing_the_job(f"training on manifest {planned.index}", ranks)
         with self._calling(before_step), ranks.together("train", data), doing:
             result = train_batch(

@@ -1,6 +1,6 @@
 """The models that score for a job: each is loaded when it first has to, so never where events have what is needed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from rollstream.learner.algorithms.base import KeptRow, Row
 from rollstream.learner.model import collate
 from rollstream.learner.model.collate import check_lengths, rows_of
 from rollstream.learner.model.loading import num_positions
-from rollstream.learner.model.memory import MicroBatchBudget
+from rollstream.learner.model.memory import KeptBudget, MicroBatchBudget
 from rollstream.learner.model.micro_batch import MicroBatch, TrainRow
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
 from rollstream.learner.model.ranks import Ranks, failing_the_job, of_all
@@ -67,6 +67,13 @@ class ScoringModels:
         self._teacher: TeacherModel | None = None
         self._served: ServedTeacher | None = None
         self._tokenizer: Any = None
+        self._budgets: dict[str, MicroBatchBudget] = {}
+        """By the scorer's model. A budget that was halved stays so: scores are events, whatever the division was."""
+        self._kept: KeptBudget | None = None
+
+    def keep(self, kept: KeptBudget) -> None:
+        """Of several processes: continue with the stored number of tokens, and store it there when it is halved."""
+        self._kept = kept
 
     @property
     def is_idle(self) -> bool:
@@ -90,13 +97,17 @@ class ScoringModels:
         self._reference = Reference(self._policy, weights, what)
 
     def score(
-        self, scorer: Scorer, trajectories: Sequence[TrajectoryAssembled], contexts: Sequence[str] = ()
+        self,
+        scorer: Scorer,
+        trajectories: Sequence[TrajectoryAssembled],
+        contexts: Sequence[str] = (),
+        first: Mapping[str, Any] | None = None,
     ) -> list[Logprobs]:
         """Log-probabilities (N,) of each trajectory's completion tokens, 0 where a sequence is not trained.
 
         `contexts`: the text that only the scorer sees, of each trajectory. Trajectories that begin alike should come
-        together: what they have in common is computed once. Their bits depend on who comes together. Raises
-        NotAllowedError, ModelError, DecodeError, RunFailedError.
+        together: what they have in common is computed once. Their bits depend on who comes together. `first`: see
+        `JobTrainer.train`. Raises NotAllowedError, ModelError, DecodeError, RunFailedError.
 
         Of several processes all compute the policy's own earlier weights, and each gets the values of all; rank 0
         alone asks a teacher.
@@ -107,15 +118,19 @@ class ScoringModels:
             rows += rows_of(trajectory, needs_logprobs=scorer.over_kept, member=member)
         rows_with_context = [self._with_context(row, contexts[row.member]) if contexts else row for row in rows]
         ranks = Ranks() if scorer.model else self._policy.ranks
-        data = encoded(scorer, trajectories, contexts) if ranks.num > 1 else b""
+        if first is None and ranks.num > 1:
+            first = self._budget(scorer, self._policy).to_others()
+        data = encoded(scorer, trajectories, contexts, first) if first is not None else b""
         with ranks.together("score", data), failing_the_job(f"scoring by the {scorer.role}", ranks):
-            found = self._found(scorer, rows_with_context, [one.trajectory_id for one in trajectories])
+            found = self._found(scorer, rows_with_context, [one.trajectory_id for one in trajectories], first)
         values = [[np.zeros(tokens.count(s.token_ids), np.float32) for s in one.sequences] for one in trajectories]
         for row, logprobs_N in zip(rows, found, strict=True):
             values[row.member][row.sequence][row.mask] = logprobs_N
         return [flat(trajectory, of_it) for trajectory, of_it in zip(trajectories, values, strict=True)]
 
-    def _found(self, scorer: Scorer, rows: Sequence[Row], names: Sequence[str]) -> list[Logprobs]:
+    def _found(
+        self, scorer: Scorer, rows: Sequence[Row], names: Sequence[str], first: Mapping[str, Any] | None
+    ) -> list[Logprobs]:
         """Log-probabilities of the tokens on the mask, by row. `names`: of the trajectories."""
         teacher = teacher_of(self._settings.algorithm)
         if scorer.model and teacher is not None and teacher.url:
@@ -137,8 +152,22 @@ class ScoringModels:
             shares=model.shares_prefixes(max((len(row.token_ids) for row in rows), default=0)),
             shorten="a shorter algorithm.context" if scorer.context else "",
         )
-        of_rows = self._logprobs(model, asked, [TrainRow(row, row.mask) for row in rows], scorer.temperature)
+        budget = self._budget(scorer, model)
+        budget.begin()
+        if first is not None:
+            budget.begin_as(first)
+        of_rows = _logprobs(model, asked, [TrainRow(row, row.mask) for row in rows], scorer.temperature, budget)
         return [logprobs_N.float().cpu().numpy() for logprobs_N in of_rows]
+
+    def _budget(self, scorer: Scorer, model: PolicyModel) -> MicroBatchBudget:
+        """Tokens of the micro-batches of a scorer's model."""
+        found = self._budgets.get(scorer.model)
+        if found is None:
+            found = MicroBatchBudget(micro_batch_tokens(self._settings, model.device), halves=model.ranks.num == 1)
+            if self._kept is not None and model.ranks.num > 1:
+                found.keep(self._kept)
+            self._budgets[scorer.model] = found
+        return found
 
     def _served_teacher(self, written: str, url: str) -> ServedTeacher:
         if self._served is None:
@@ -203,30 +232,34 @@ class ScoringModels:
             kept=kept,
         )
 
-    def _logprobs(
-        self, model: PolicyModel, asked: Reference | TeacherModel, rows: Sequence[TrainRow], temperature: float
-    ) -> list[Tensor]:
-        """Log-probabilities of the tokens on the mask, by row."""
-        longest = max((len(one.row.token_ids) for one in rows), default=0)
-        plain = collate.tree_micro_batches if model.shares_prefixes(longest) else collate.micro_batches
-        units = [(index,) for index in range(len(rows))]
-        lengths = [len(one.row.token_ids) for one in rows]
 
-        def computed(max_tokens: int) -> dict[int, Tensor]:
-            found: dict[int, Tensor] = {}
-            micro_batches = model.ranks.divide(partial(plain, rows), lengths, units, max_tokens)
-            with model.ranks.collective():
-                for one in micro_batches:
-                    logprobs_N = asked.logprobs(one.to(model.device), temperature=temperature)
-                    if not one.is_filler:
-                        found |= zip(one.rows, logprobs_N.split(one.lengths), strict=True)
-            return found
+def _logprobs(
+    model: PolicyModel,
+    asked: Reference | TeacherModel,
+    rows: Sequence[TrainRow],
+    temperature: float,
+    budget: MicroBatchBudget,
+) -> list[Tensor]:
+    """Log-probabilities of the tokens on the mask, by row."""
+    longest = max((len(one.row.token_ids) for one in rows), default=0)
+    plain = collate.tree_micro_batches if model.shares_prefixes(longest) else collate.micro_batches
+    units = [(index,) for index in range(len(rows))]
+    lengths = [len(one.row.token_ids) for one in rows]
 
-        budget = MicroBatchBudget(micro_batch_tokens(self._settings, model.device), halves=model.ranks.num == 1)
-        own = budget.run(computed, len(rows))
-        failpoint("learner/within-scores-of-group")
-        found = of_all(own, model.ranks, torch.device("cpu"))
-        return [found[index] for index in range(len(rows))]
+    def computed(max_tokens: int) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        micro_batches = model.ranks.divide(partial(plain, rows), lengths, units, max_tokens)
+        with model.ranks.collective():
+            for one in micro_batches:
+                logprobs_N = asked.logprobs(one.to(model.device), temperature=temperature)
+                if not one.is_filler:
+                    found |= zip(one.rows, logprobs_N.split(one.lengths), strict=True)
+        return found
+
+    own = budget.run(computed, len(rows))
+    failpoint("learner/within-scores-of-group")
+    found = of_all(own, model.ranks, torch.device("cpu"))
+    return [found[index] for index in range(len(rows))]
 
 
 def compute_as_set(settings: JobSettings) -> None:
@@ -235,14 +268,20 @@ def compute_as_set(settings: JobSettings) -> None:
     use_flash_attention(settings.model.flash_attention)
 
 
-def encoded(scorer: Scorer, trajectories: Sequence[TrajectoryAssembled], contexts: Sequence[str]) -> bytes:
+def encoded(
+    scorer: Scorer,
+    trajectories: Sequence[TrajectoryAssembled],
+    contexts: Sequence[str],
+    first: Mapping[str, Any],
+) -> bytes:
     """Encode the arguments of `ScoringModels.score` for other processes."""
     events = [one.model_dump_json() for one in trajectories]
-    return orjson.dumps({"scorer": scorer.model_dump_json(), "events": events, "contexts": list(contexts)})
+    scored = {"scorer": scorer.model_dump_json(), "events": events, "contexts": list(contexts), "first": first}
+    return orjson.dumps(scored)
 
 
-def decoded(data: bytes) -> tuple[Scorer, list[TrajectoryAssembled], list[str]]:
+def decoded(data: bytes) -> tuple[Scorer, list[TrajectoryAssembled], list[str], dict[str, Any]]:
     """Decode the result of `encoded`."""
     found = orjson.loads(data)
     trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"]]
-    return Scorer.model_validate_json(found["scorer"]), trajectories, found["contexts"]
+    return Scorer.model_validate_json(found["scorer"]), trajectories, found["contexts"], found["first"]
