@@ -285,7 +285,7 @@ class WarmStart(Settings):
     """
 
 
-NEWEST_REVISION: Literal[13] = 13
+NEWEST_REVISION: Literal[14] = 14
 """Value of `JobSettings.revision` in new jobs."""
 CORRECTED_SINCE = 10
 """The revision of the rules of losses and advantages that `JobSettings.revision` lists for 10."""
@@ -295,6 +295,8 @@ SHARES_KEYS_SINCE = 12
 """The revision since which a CPU attends to shared keys and values in place."""
 OWN_VERSIONS_SINCE = 13
 """The revision since which only versions of the model group that is trained have an age."""
+PAIRS_HAVE_MEMBERS_SINCE = 14
+"""The revision since which rows of pairs name the member that gave the answer."""
 
 
 class JobSettings(Settings):
@@ -313,7 +315,7 @@ class JobSettings(Settings):
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
     """Fixed number of CPU threads; part of the conditions for an equal replay."""
-    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13] = added(1)
+    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] = added(1)
     """Rules by which the learner trains; a recorded job keeps those that it was trained by. Since 2, dropout is off
     where a ratio or a log-ratio is computed, and linear and cosine schedules reach `final_fraction` after the last
     step, so that the last step trains. Since 3, hidden states are gathered before the head and the head is applied to
@@ -328,7 +330,8 @@ class JobSettings(Settings):
     both sides (the KL penalty of `reinforce_pp`, the sampled reference point of `kto`). Since 12, rewards of steps are
     discounted by the agent's own steps in between (before, also by those of tools and of other agents), and on a CPU,
     query heads read the keys and values that they share in place, which sums their gradients in another order. Since
-    13, the versions of another model group, as in a what-if, are not compared with that of the weights."""
+    13, the versions of another model group, as in a what-if, are not compared with that of the weights. Since 14, rows
+    of pairs name the member that gave the answer (before, the batch's first)."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""
 

@@ -41,7 +41,7 @@ class Row:
     mask: NDArray[np.bool_]  # (T,), true on completion tokens that have a token before them
     logprobs: NDArray[np.float32]  # (T,), under the behaviour policy; 0 off the mask
     member: int = 0
-    """Index of its member in the batch."""
+    """Index of its member in the batch; of an answer that several gave, the first of those whose pairs it is in."""
     completions: tuple[Completion, ...] = ()
     kept: "KeptRow | None" = None
     """Ids that its tokens were sampled from, if its sampling was truncated."""

@@ -3,7 +3,7 @@
 import hashlib
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,8 @@ class Item(NamedTuple):
     prompt_sha256: bytes
     scores: tuple[float | None, float | None, float]
     """Its step's score among answers to the same prompt, its step's reward, its trajectory's reward."""
+    member: int = 0
+    """Index of its trajectory in the batch."""
 
     @property
     def prompt_ids(self) -> TokenIds:
@@ -53,15 +55,20 @@ class Pair:
     rejected_ids: TokenIds
     score_diff: float
     """Above 0."""
+    members: tuple[int, int] = field(default=(0, 0), compare=False)
+    """First members of the batch that gave the better and the worse answer."""
 
 
 class _Answer(NamedTuple):
     completion_ids: TokenIds
     score: float
+    member: int
+    """First member of the batch that gave it."""
 
 
-def items_of(trajectory: TrajectoryAssembled, reward: float) -> list[Item]:
-    """Every completion that has tokens and a prompt. `reward`: what the manifest says of the trajectory.
+def items_of(trajectory: TrajectoryAssembled, reward: float, member: int = 0) -> list[Item]:
+    """Every completion that has tokens and a prompt. `reward`: what the manifest says of the trajectory; `member`: its
+    index there.
 
     Raises DecodeError naming the trajectory if a completion is outside its sequence.
     """
@@ -81,7 +88,7 @@ def items_of(trajectory: TrajectoryAssembled, reward: float) -> list[Item]:
                 prompt.update(whole[hashed:start])
                 hashed = start
                 scores = (*_of_step(trajectory, part), reward)
-                items.append(Item(owner, whole, start, end, prompt.digest(), scores))
+                items.append(Item(owner, whole, start, end, prompt.digest(), scores, member))
     return items
 
 
@@ -99,22 +106,26 @@ def pairs_of(items: Iterable[Item], settings: PairSettings) -> list[Pair]:
 
 
 def rows_of_pairs(pairs: Iterable[Pair]) -> tuple[list[Row], list[tuple[int, int]]]:
-    """Every different answer as one row, and of each pair the rows of the better and the worse one."""
+    """Every different answer as one row, and of each pair the rows of the better and the worse one.
+
+    A row is of the first member that gave its answer in one of the pairs.
+    """
     index_of: dict[tuple[TokenIds, TokenIds], int] = {}
-    found = [
-        (
-            index_of.setdefault((pair.prompt_ids, pair.chosen_ids), len(index_of)),
-            index_of.setdefault((pair.prompt_ids, pair.rejected_ids), len(index_of)),
-        )
-        for pair in pairs
-    ]
-    return [_row(prompt_ids, answer_ids) for prompt_ids, answer_ids in index_of], found
+    member_of: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+    for pair in pairs:
+        chosen = index_of.setdefault((pair.prompt_ids, pair.chosen_ids), len(index_of))
+        rejected = index_of.setdefault((pair.prompt_ids, pair.rejected_ids), len(index_of))
+        found.append((chosen, rejected))
+        for index, member in zip((chosen, rejected), pair.members, strict=True):
+            member_of[index] = min(member, member_of.get(index, member))
+    return [_row(*answer, member_of[index]) for answer, index in index_of.items()], found
 
 
-def _row(prompt_ids: TokenIds, answer_ids: TokenIds) -> Row:
+def _row(prompt_ids: TokenIds, answer_ids: TokenIds, member: int) -> Row:
     token_ids = np.frombuffer(prompt_ids + answer_ids, np.int32)
     mask = np.arange(len(token_ids)) >= len(prompt_ids) // token_ids.itemsize
-    return Row(token_ids, mask, np.zeros(len(token_ids), np.float32))
+    return Row(token_ids, mask, np.zeros(len(token_ids), np.float32), member)
 
 
 def _pairs_of_turn(prompt_ids: TokenIds, answers: Sequence[_Answer], settings: PairSettings) -> list[Pair]:
@@ -126,7 +137,13 @@ def _pairs_of_turn(prompt_ids: TokenIds, answers: Sequence[_Answer], settings: P
         refusal=lambda chosen, rejected: settings.refusal(chosen.score, rejected.score),
     )
     return [
-        Pair(prompt_ids, better.completion_ids, worse.completion_ids, better.score - worse.score)
+        Pair(
+            prompt_ids,
+            better.completion_ids,
+            worse.completion_ids,
+            better.score - worse.score,
+            (better.member, worse.member),
+        )
         for better, worse in pairs
     ]
 
@@ -139,7 +156,10 @@ def _turns(items: Iterable[Item], *, compares_rollouts: bool) -> Iterator[tuple[
     compared = [found for found in turns.values() if len({item.completion_ids for item in found}) > 1]
     for found in sorted(compared, key=lambda found: (found[0].owner, found[0].prompt_ids)):
         means = _mean_scores(found, _finest(found) if not compares_rollouts else -1)
-        yield found[0].prompt_ids, [_Answer(ids, score) for ids, score in means.items()]
+        first: dict[TokenIds, int] = {}
+        for item in found:
+            first[item.completion_ids] = min(item.member, first.get(item.completion_ids, item.member))
+        yield found[0].prompt_ids, [_Answer(ids, score, first[ids]) for ids, score in means.items()]
 
 
 def _finest(items: Sequence[Item]) -> int:

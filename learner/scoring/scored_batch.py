@@ -13,7 +13,7 @@ from rollstream.learner.scoring.scores import NONE, Scores, by_sequence, scored_
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
 from rollstream.schemas.events.weights import Scorer
-from rollstream.schemas.settings import NEWEST_REVISION, OWN_VERSIONS_SINCE
+from rollstream.schemas.settings import NEWEST_REVISION, OWN_VERSIONS_SINCE, PAIRS_HAVE_MEMBERS_SINCE
 
 
 def batch_of(
@@ -35,7 +35,9 @@ def batch_of(
         for role, by_member in scores.by_role.items()
     }
     if settings.pair_settings is not None:
-        items = [item for trajectory, member in found for item in items_of(trajectory, member.reward)]
+        numbers = range(len(found)) if revision >= PAIRS_HAVE_MEMBERS_SINCE else [0] * len(found)
+        numbered = zip(numbers, trajectories, planned.members, strict=True)
+        items = [item for index, one, member in numbered for item in items_of(one, member.reward, index)]
         pairs = pairs_of(items, settings.pair_settings)
         rows, sides = rows_of_pairs(pairs)
         if by_role:

@@ -8,12 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollstream.learner.algorithms.base import Prepared
 from rollstream.learner.algorithms.pairs import Item, Pair, items_of, pairs_of
+from rollstream.learner.model.collate import prepared_rows
+from rollstream.learner.scoring.scored_batch import batch_of
+from rollstream.learner.scoring.scores import spans_of
 from rollstream.schemas import ids, tokens
 from rollstream.schemas.algorithms import DpoSettings
 from rollstream.schemas.errors import DecodeError
-from rollstream.schemas.events import TrajectoryAssembled
+from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
 from rollstream.schemas.events.rollouts import Completion, TokenSequence
+from rollstream.schemas.events.training import BatchMember
 from tests.rigs.pair_items import item_of, packed
 
 GROUP = "run-1/rl/e00000/t00000"
@@ -161,3 +166,34 @@ def test_a_chosen_and_a_rejected_rollout_are_the_same_pair_as_two_scored_answers
     in_one = trajectory(*answers, step_scores={"0": 1.0, "1": 0.0})
     settings = DpoSettings()
     assert pairs_of(in_two, settings) == pairs_of(items_of(in_one, 0.5), settings) != []
+
+
+def test_rows_of_pairs_name_the_member_and_the_group_that_gave_the_answer() -> None:
+    other = "run-1/rl/e00000/t00001"
+    answers = {0: (GROUP, 3), 1: (GROUP, 4), 2: (other, 5), 3: (other, 6), 4: (other, 5)}
+    trajectories = [
+        trajectory(
+            sequence(1, 2, answer, completions={0: (2, 1)}), member=member, group_id=group, reward=float(member**2)
+        )
+        for member, (group, answer) in answers.items()
+    ]
+    members = tuple(
+        BatchMember(
+            trajectory_id=one.trajectory_id,
+            rollout_id=one.rollout_id,
+            group_id=one.group_id,
+            digest="0" * 64,
+            reward=one.reward,
+            staleness=0,
+        )
+        for one in trajectories
+    )
+    batch = batch_of(DpoSettings(), BatchPlanned.model_construct(members=members), trajectories)
+    assert {int(row.token_ids[-1]): row.member for row in batch.rows} == {3: 0, 4: 1, 5: 2, 6: 3}
+    assert [row.member for row in batch.rows] == [span.member for span in spans_of(batch.rows, trajectories)]
+    assert batch.pairs is not None
+    rows, _ = prepared_rows(batch, Prepared())
+    assert {(rows[chosen].group, rows[rejected].group) for chosen, rejected in batch.pairs} == {(0, 0), (1, 1)}
+    before = batch_of(DpoSettings(), BatchPlanned.model_construct(members=members), trajectories, revision=13)
+    assert (before.pairs, before.score_diffs) == (batch.pairs, batch.score_diffs)
+    assert {row.member for row in before.rows} == {0}
