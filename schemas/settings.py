@@ -297,6 +297,8 @@ OWN_VERSIONS_SINCE = 13
 """The revision since which only versions of the model group that is trained have an age."""
 PAIRS_HAVE_MEMBERS_SINCE = 14
 """The revision since which rows of pairs name the member that gave the answer."""
+CHECKS_PREPARED_SINCE = 14
+"""The revision since which advantages and weights that float32 does not hold fail the job."""
 
 
 class JobSettings(Settings):
@@ -331,7 +333,8 @@ class JobSettings(Settings):
     discounted by the agent's own steps in between (before, also by those of tools and of other agents), and on a CPU,
     query heads read the keys and values that they share in place, which sums their gradients in another order. Since
     13, the versions of another model group, as in a what-if, are not compared with that of the weights. Since 14, rows
-    of pairs name the member that gave the answer (before, the batch's first)."""
+    of pairs name the member that gave the answer (before, the batch's first), and advantages and weights that float32
+    does not hold fail the job (before, their steps were skipped)."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""
 

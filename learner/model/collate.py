@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.learner.algorithms.base import TRUNCATED, BatchView, KeptRow, Member, Prepared, Row
+from rollstream.learner.algorithms.base import TRUNCATED, BatchView, KeptRow, Member, PerToken, Prepared, Row
 from rollstream.learner.model.micro_batch import MicroBatch, TrainRow, Unit, pad
 from rollstream.learner.model.prefixes import Order, inputs_of
 from rollstream.schemas import tokens
 from rollstream.schemas.errors import DecodeError, RunFailedError
 from rollstream.schemas.events import TrajectoryAssembled
 from rollstream.schemas.events.rollouts import TokenSequence
+from rollstream.schemas.settings import CHECKS_PREPARED_SINCE
 
 MAX_SHARING = 8
 """A micro-batch holds so many times as many tokens as it computes: keys are gathered for each row."""
@@ -133,7 +134,8 @@ def prepared_rows(
     """The training data of a batch: rows as `prepared`, and the units that mini-batches are made of.
 
     `check` raises if a row of a unit cannot be trained. Without pairs, a row that keeps no token is left out. Raises
-    RunFailedError if a list of `prepared` does not fit, or if an answer of a pair keeps no token.
+    RunFailedError if a list of `prepared` does not fit or has a number that float32 does not hold, or if an answer of a
+    pair keeps no token.
     """
     for name in ("advantages", "keep", "weights"):
         _check_fits(name, getattr(prepared, name), batch.rows)
@@ -158,9 +160,34 @@ def prepared_rows(
             if not rows[index].mask.any():
                 raise RunFailedError(f"prepare left answer {index} of a preference pair no token; keep at least one")
     units: list[Unit] = _kept(rows) if batch.pairs is None else list(batch.pairs)
+    trained = [rows[index] for index in sorted({index for unit in units for index in unit})]
+    if batch.revision >= CHECKS_PREPARED_SINCE:
+        _check_finite(trained, batch.members)
     if check is not None:
-        check([rows[index] for index in sorted({index for unit in units for index in unit})])
+        check(trained)
     return rows, units
+
+
+def _check_finite(rows: Iterable[TrainRow], members: Sequence[Member]) -> None:
+    """Raises RunFailedError naming a rollout with an advantage or a weight that is not a finite number in float32."""
+    for one in rows:
+        components = {f"weight in {name}": weight for name, weight in one.components.items()}
+        for name, value in {"advantage": one.advantage, "weight": one.weight, **components}.items():
+            odd_T = _odd(1.0 if value is None else value, one.mask)
+            if len(odd_T):
+                member = members[one.row.member] if members else Member()
+                raise RunFailedError(
+                    f"rollout {member.rollout_id} of group {member.group_id} has the reward {member.reward:g} and the "
+                    f"{name} {odd_T[0]:g}, which is not a finite number in float32; scale the rewards down, or choose "
+                    "an algorithm.advantage that divides by their standard deviation"
+                )
+
+
+def _odd(value: PerToken, mask: NDArray[np.bool_]) -> NDArray[Any]:
+    """Values of the tokens on a mask that are not finite in float32."""
+    with np.errstate(over="ignore"):
+        is_odd = ~np.isfinite(np.asarray(value, np.float32))
+    return np.broadcast_to(np.asarray(value), mask.shape)[mask & is_odd] if is_odd.any() else np.empty(0)
 
 
 def _kept(rows: Sequence[TrainRow]) -> list[Unit]:

@@ -125,7 +125,7 @@ def train_batch(
     `optimizer.max_skipped_steps` are not finite, or if a single row or pair does not fit into memory.
     """
     chosen = settings.algorithm
-    prepared = algorithm.prepare(replace(batch, revision=settings.revision), chosen)
+    prepared = algorithm.prepare(batch := replace(batch, revision=settings.revision), chosen)
     rows, units = collate.prepared_rows(batch, prepared, check)
     passes = [collate.mini_batches(units, chosen.mini_batches, one) for one in _seeds(seed, chosen.num_iterations)]
     parts = [part for one in passes for part in one]
@@ -384,5 +384,6 @@ def _skip(odd: Mapping[str, float], most: int, taken: _Taken) -> None:
     name, value = next(iter(odd.items()))
     if taken.skipped_in_row > most:
         after = f" after {most} skipped steps in a row" if most else ""
-        raise RunFailedError(f"{name} is {value}{after}; lower optimizer.learning_rate or max_grad_norm")
+        remedy = "lower optimizer.learning_rate or max_grad_norm, or scale rewards down that give very large advantages"
+        raise RunFailedError(f"{name} is {value}{after}; {remedy}")
     logger.warning("%s is %s: optimizer step skipped, the weights stay as they are", name, value)

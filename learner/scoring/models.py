@@ -68,11 +68,11 @@ class ScoringModels:
         self._served: ServedTeacher | None = None
         self._tokenizer: Any = None
         self._budgets: dict[str, MicroBatchBudget] = {}
-        """By the scorer's model. A budget that was halved stays so: scores are events, whatever the division was."""
+        """Budgets by the scorer's model. One that was halved stays so: scores are events, whatever the division was."""
         self._kept: KeptBudget | None = None
 
     def keep(self, kept: KeptBudget) -> None:
-        """Of several processes: continue with the stored number of tokens, and store it there when it is halved."""
+        """Continue with the stored number of tokens, and store it there when several processes halve it."""
         self._kept = kept
 
     @property

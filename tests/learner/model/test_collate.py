@@ -1,11 +1,13 @@
 """Trajectories to rows, mini-batches and padded tensors."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollstream.learner.algorithms.base import BatchView, Prepared
+from rollstream.learner.algorithms.base import BatchView, Member, Prepared
 from rollstream.learner.model import collate
 from rollstream.learner.model.collate import Row, TrainRow
 from rollstream.schemas import tokens
@@ -150,3 +152,21 @@ def test_a_row_is_as_long_as_what_is_computed_of_it() -> None:
                 [row(5).row], limit - 1, lambda _: "x", shares=shares, shorten="a shorter algorithm.context"
             )
     collate.check_lengths([row(5).row], None, lambda _: "x", shares=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("advantage", 1e150), ("advantage", -1e39), ("weight", float("nan")), ("weight in ce", 1e39)]
+)
+def test_a_number_beyond_float32_is_reported_with_its_rollout_and_reward(name: str, value: float) -> None:
+    row = Row(np.arange(4, dtype=np.int32), np.arange(4) > 1, np.zeros(4, np.float32), 1)
+    members = [Member("g", "g/m0"), Member("g", "g/m1", reward=1e150)]
+    per_token = [np.asarray([np.inf, 0, 0, 0]), np.asarray([0, 0, 0, value])]
+    unused, used = replace(row, member=0), row
+    given: dict[str, Any] = {"advantage": {"advantages": per_token}, "weight": {"weights": per_token}}
+    prepared = Prepared(**given.get(name, {"components": {"ce": per_token}}))
+    batch = BatchView([unused, used], members)
+    expected = rf"rollout g/m1 of group g has the reward 1e\+150 and the {name} {re.escape(f'{value:g}')}, .*scale the"
+    with pytest.raises(RunFailedError, match=expected):
+        collate.prepared_rows(batch, prepared)
+    trained, _ = collate.prepared_rows(replace(batch, revision=13), prepared)
+    assert len(trained) == 2

@@ -126,28 +126,6 @@ def test_memory_that_runs_out_halves_the_micro_batches_and_replays_so(
     asyncio.run(scenario())
 
 
-def test_a_budget_that_was_halved_while_scores_were_computed_stays_so(
-    lab: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, refused = Reference.logprobs, list[int]()
-
-    def logprobs(self: Reference, batch: Any, **options: Any) -> Any:
-        if batch.num_computed > 16 and len(batch.lengths) > 1:
-            refused.append(batch.num_computed)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return plain(self, batch, **options)
-
-    monkeypatch.setattr(Reference, "logprobs", logprobs)
-
-    async def scenario() -> None:
-        algorithm = GrpoSettings(kl_coefficient=0.1, max_tokens_per_micro_batch=256)
-        await lab.plan(await lab.submit(algorithm=algorithm))
-        await lab.work(lab.has(JobSucceeded))
-        assert 0 < len(refused) <= 4  # 256, 128, 64 and 32, once for all six groups
-
-    asyncio.run(scenario())
-
-
 def test_memory_that_runs_out_in_the_loss_of_a_users_algorithm_halves_the_micro_batches(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

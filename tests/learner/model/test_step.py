@@ -22,8 +22,8 @@ from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, Reference, make_deterministic
 from rollstream.learner.model.step import train_batch
 from rollstream.schemas.algorithms import GrpoSettings
-from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.errors import ModelError, RunFailedError
+from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 from tests.rigs.waits import counted_waits
 
 
@@ -315,3 +315,24 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict | tuple):
         for one in value.values() if isinstance(value, dict) else value:
             yield from tensors(one)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_rewards_whose_advantages_float32_does_not_hold_fail_the_job_which_an_older_one_skipped(
+    tiny_model: Path,
+) -> None:
+    algorithm, model = GrpoSettings(advantage="group_mean"), ModelSettings(path=str(tiny_model), device="cpu")
+    policy = PolicyModel(model, seed=0)
+    made = rows()
+    batch = replace(made, members=[replace(one, rollout_id="g/m", reward=one.reward * 1e150) for one in made.members])
+
+    def train(revision: Any) -> Any:
+        settings = JobSettings(kind="rl", model=model, algorithm=algorithm, revision=revision)
+        optimizer = make_optimizer(policy.trainable(), settings.optimizer)
+        return train_batch(policy, optimizer, batch, Grpo(), settings, index=0, seed=0)
+
+    assert train(13).metrics["optimizer/skipped_steps"] == 1
+    with pytest.raises(
+        RunFailedError, match=r"rollout g/m .* the reward -?1e\+150 and the advantage .*scale the rewards"
+    ):
+        train(NEWEST_REVISION)

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.failpoints import Killed, armed
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.learner.model.collate import rows_of
+from rollstream.learner.model.policy import Reference
 from rollstream.learner.scoring.index import ScoreAsked, ScoreIndex, Wanted
 from rollstream.learner.scoring.scores import MAX_TOKENS, by_sequence, events_of, flat
 from rollstream.schemas import tokens
@@ -180,3 +182,25 @@ def scored(version: int, trajectory: str = "cd" * 32) -> ReferenceScored:
         scorer=SCORER,
         logprobs=tokens.encode_floats([-1.0]),
     )
+
+
+def test_a_budget_that_was_halved_while_scores_were_computed_stays_so(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, refused = Reference.logprobs, list[int]()
+
+    def logprobs(self: Reference, batch: Any, **options: Any) -> Any:
+        if batch.num_computed > 16 and len(batch.lengths) > 1:
+            refused.append(batch.num_computed)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return plain(self, batch, **options)
+
+    monkeypatch.setattr(Reference, "logprobs", logprobs)
+
+    async def scenario() -> None:
+        algorithm = GrpoSettings(kl_coefficient=0.1, max_tokens_per_micro_batch=256)
+        await lab.plan(await lab.submit(algorithm=algorithm))
+        await lab.work(lab.has(JobSucceeded))
+        assert 0 < len(refused) <= 4  # 256, 128, 64 and 32, once for all six groups
+
+    asyncio.run(scenario())
