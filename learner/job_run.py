@@ -193,7 +193,8 @@ class JobRun:
         """The newest whole checkpoint. The state then reaches back to it, and to the base version."""
         inbox, job = self._context.inbox, self.job
         newest = inbox.state.group(job.model_group).newest_version
-        checkpoint = await self._in_thread(lambda: self._folder.newest(job_id=job.job_id, max_version=newest + 1))
+        known = {"job_id": job.job_id, "digests": inbox.state.job(job.job_id).digests}
+        checkpoint = await self._in_thread(lambda: self._folder.newest(**known, max_version=newest + 1))
         next_index = 0 if checkpoint is None else checkpoint.position.next_index
         group = inbox.state.group(job.model_group)
         has_base = group.is_whole or job.base_version in group.published

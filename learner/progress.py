@@ -54,6 +54,11 @@ class JobState:
     submitted: JobSubmitted | None = None
     submitted_offset: int = -1
 
+    @property
+    def digests(self) -> dict[int, str]:
+        """Digests of the manifests by index."""
+        return {index: one.digest for index, one in self.manifests.items()}
+
 
 class TrainedStep(NamedTuple):
     """The content of a StepTrained that a learner compares with."""

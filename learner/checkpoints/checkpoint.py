@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
@@ -39,8 +40,8 @@ from rollstream.learner.checkpoints.checkpoint_files import (
     WEIGHTS,
     checkpoints_in,
     inspect,
-    job_of,
     leftovers_in,
+    position_in,
     weights_in,
     weights_of,
 )
@@ -146,16 +147,21 @@ class CheckpointFolder:
         give_name(temporary, path)
         return path
 
-    def newest(self, *, job_id: str, max_version: int) -> Checkpoint | None:
+    def newest(
+        self, *, job_id: str, max_version: int, digests: Mapping[int, str] = MappingProxyType({})
+    ) -> Checkpoint | None:
         """The newest checkpoint of a job that is not above `max_version` and whose bytes have not changed.
 
-        Only those of the job are hashed and loaded. A file that was changed is named in a warning, and the one before
-        it is used.
+        Only those of the job are hashed and loaded. A file that was changed, or is behind another manifest than that of
+        the log, is named in a warning, and the one before it is used. `digests`: of manifests in the log, by index.
         """
         for version, path in reversed(list(checkpoints_in(self.path))):
-            if version > max_version or (named := job_of(path)) not in (None, job_id):
+            if version > max_version or (found := position_in(path)).get("job_id", job_id) != job_id:
                 continue
-            checkpoint = None if named is None else read(path)
+            if digests.get(found.get("next_index", 0) - 1) not in (None, found.get("previous_sha256")):
+                logger.warning("checkpoint %s is behind a manifest that the log has otherwise; passed over", path)
+                continue
+            checkpoint = read(path) if found else None
             if checkpoint is not None:
                 return checkpoint
             logger.warning("checkpoint %s is damaged; going back to the one before it", path)

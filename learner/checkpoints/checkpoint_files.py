@@ -51,15 +51,14 @@ def inspect(path: Path) -> tuple[str, dict[str, Any] | None]:
     return found, position
 
 
-def job_of(path: Path) -> str | None:
-    """Job of a checkpoint, by what is read of it at once, before any of it is hashed; None if it cannot be read."""
+def position_in(path: Path) -> dict[str, Any]:
+    """Position of a checkpoint, by what is read of it at once, before any of it is hashed; empty if that fails."""
     try:
         found: Any = orjson.loads((path / CONTENT).read_bytes()) if path.is_dir() else _metadata(path)
-        position = found["position"]
-        named = (position if path.is_dir() else orjson.loads(position))["job_id"]
+        position = found["position"] if path.is_dir() else orjson.loads(found["position"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-    return named if isinstance(named, str) else None
+        return {}
+    return position if isinstance(position, dict) else {}
 
 
 def weights_of(path: Path) -> Path | None:

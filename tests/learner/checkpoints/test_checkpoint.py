@@ -1,8 +1,10 @@
 """A checkpoint's file: written a tensor at a time, read by safetensors, whole or not there."""
 
+import asyncio
 import errno
 import hashlib
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ import safetensors
 import safetensors.torch
 import torch
 
+from rollstream.eventlog import codec
 from rollstream.learner.checkpoints import checkpoint_files
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder, CheckpointPosition, part, read
 from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in, inspect, weights_in
 from rollstream.learner.model.tensor_file import pieces, to_bytes
-from rollstream.schemas.events import StepTrained
+from rollstream.schemas.events import JobFailed, JobSucceeded, StepTrained, WeightsPublished
+from tests.learner.conftest import Lab
 
 TENSORS = {
     "weights/w": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -187,6 +191,42 @@ def test_a_new_job_hashes_no_checkpoint_of_the_jobs_before_it(tmp_path: Path, mo
     found = folder.newest(job_id="r/rl", max_version=9)
     assert found is not None
     assert found.path == path == hashed[0]
+
+
+class Restored(Lab):
+    """A lab whose trajectories of the second manifest on have other rewards."""
+
+    def trajectory(self, job: Any, index: int, position: int, **options: Any) -> Any:
+        made = super().trajectory(job, index, position, **options)
+        return made.model_copy(update={"reward": 1 - made.reward}) if index else made
+
+
+def test_a_checkpoint_behind_a_manifest_that_a_restored_log_has_otherwise_is_passed_over(
+    lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def planned(one: Lab) -> Lab:
+        job = await one.submit()
+        first = await one.plan(job, 1, seal=False)
+        await one.work(one.has(WeightsPublished, "weights", 2))
+        if one.folder.name == "restored":
+            for path in (lab.folder / "checkpoints").rglob("v00000002.*"):
+                shutil.copy(path, one.folder / path.relative_to(lab.folder))
+        await one.plan(job, 2, first=1, previous=codec.content_digest(first[0]))
+        ends = one.has(JobSucceeded), one.has(JobFailed)
+        await one.work(lambda: any_of(*ends))
+        return one
+
+    async def scenario() -> None:
+        await planned(lab)
+        restored = await planned(Restored(tmp_path / "restored", lab.model))
+        assert "is behind a manifest that the log has otherwise" in caplog.text
+        assert await restored.outcome() == await (await planned(Restored(tmp_path / "other", lab.model))).outcome()
+
+    asyncio.run(scenario())
+
+
+async def any_of(*ends: Any) -> bool:
+    return any([await one() for one in ends])
 
 
 @pytest.mark.parametrize("head", [b"", b"\xff" * 8 + b"{}", (2).to_bytes(8, "little") + b"{}"])
