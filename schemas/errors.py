@@ -172,10 +172,6 @@ class FencedError(RollstreamError):
     """A newer learner or owner has taken over."""
 
 
-class TrackerError(RollstreamError):
-    """A tracker did not take what it was given."""
-
-
 class QueryError(RollstreamError, ValueError):
     """An SQL query is not allowed or failed."""
 

@@ -20,6 +20,10 @@ class TrackerSettings(Settings):
     poll_interval_s: float = Field(default=10.0, gt=0)
     """Seconds between queries for new values."""
 
+    def target(self) -> str:
+        """Text that is equal for equal trackers: all keys but the interval."""
+        return self.model_dump_json(exclude={"poll_interval_s"})
+
 
 class TensorBoardSettings(TrackerSettings):
     """Event files for TensorBoard, in `log_dir/JOB_ID`."""
@@ -27,6 +31,15 @@ class TensorBoardSettings(TrackerSettings):
     kind: Literal["tensorboard"] = "tensorboard"  # pyright: ignore[reportIncompatibleVariableOverride]
     log_dir: Path = Path("tensorboard")
     """Relative to the folder that the command is started in."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder, whatever the current one is later."""
+        return self.log_dir.absolute()
+
+    def target(self) -> str:
+        """As of all trackers, with the whole path."""
+        return self.model_copy(update={"log_dir": self.folder}).model_dump_json(exclude={"poll_interval_s"})
 
 
 class WandbSettings(TrackerSettings):
@@ -39,7 +52,7 @@ class WandbSettings(TrackerSettings):
     """User or team; None: the key's default."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes files in the workspace, which `wandb sync` sends later."""
-    tags: tuple[str, ...] = ()
+    tags: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Tags of each run there."""
 
 
@@ -47,7 +60,7 @@ class CustomTrackerSettings(TrackerSettings):
     """A tracker from elsewhere: `kind: python:module.Name`, called with the job, `options` and what it kept."""
 
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Passed to it as they are."""
+    """Passed to it; `${NAME}` in a text is expanded."""
 
 
 BUILT_IN: Mapping[str, type[TrackerSettings]] = {"tensorboard": TensorBoardSettings, "wandb": WandbSettings}

@@ -98,21 +98,25 @@ def plot(run: str, output: Path | None, no_wait: bool, workspace: Path) -> None:
     metavar="KEY VALUE",
     help="A key of the tracker's block in a run's file: `-o log_dir boards`, `-o project agents`. Repeatable.",
 )
+@click.option("--again", is_flag=True, help="Send all points of the run, whatever the tracker has.")
 @WORKSPACE
-def track(run: str, kind: str, options: tuple[tuple[str, str], ...], workspace: Path) -> None:
+def track(run: str, kind: str, options: tuple[tuple[str, str], ...], again: bool, workspace: Path) -> None:
     """Send a run's metrics to an experiment tracker.
 
     Sends what the tracker does not have yet and exits; during the run, the `trackers` of its file do so all the time.
     The same kind and keys are the same tracker, so that nothing is sent twice.
     """
     from rollstream.metrics.sql.client import check_run
+    from rollstream.metrics.trackers.follow import forget
     from rollstream.metrics.trackers.service import Tracking
 
     settings = _tracker_settings(kind, options)
     check_run(workspace, run)
     tracking = Tracking(settings, workspace, (run,))
+    if again:
+        forget(workspace, settings, run)
     try:
-        tracking.catch_up(fresh=True)
+        tracking.catch_up(to_the_end=True)
     finally:
         tracking.close()
     click.echo(f"{tracking.num_points} points of {run} sent to {kind}")

@@ -81,14 +81,14 @@ def serve(service: str, name: str | None, settings: str | None, allow: tuple[str
         return
     meant = serving.recording(service, given)
     found = serving.settings_of(meant, name or serving.name_of(service, given), given, os.environ)
-    conceal_variables(variables_in([*found.allow, found.artifact_uri]) | _of_engine(found))
+    conceal_variables(variables_in([*found.allow, found.artifact_uri]) | _of_section(found))
     serving.serve(meant, found)
 
 
-def _of_engine(settings: "ServiceSettings") -> frozenset[str]:
-    """Variables named in the engine's settings; they are expanded where the engine is built."""
-    engine = getattr(settings, "engine", None)
-    return frozenset() if engine is None else variables_in(engine.model_dump(mode="json"))
+def _of_section(settings: "ServiceSettings") -> frozenset[str]:
+    """Variables named in the settings of an engine or a tracker; they are expanded where it is built."""
+    section = getattr(settings, "engine", None) or getattr(settings, "tracker", None)
+    return frozenset() if section is None else variables_in(section.model_dump(mode="json"))
 
 
 @click.command()

@@ -132,8 +132,11 @@ def check_trackers(config: RunConfig) -> None:
         names = ["trackers"] if config.trainer.trackers else []
         warn_meaningless(location.rpartition(".")[0], names, "with external services start `rollstream serve tracker`")
         return
+    targets = [tracker.target() for tracker in config.trainer.trackers]
     for index, tracker in enumerate(config.trainer.trackers):
         check_tracker(tracker, f"{location}.{index}")
+        if (first := targets.index(targets[index])) < index:
+            raise ConfigError(f"{location}.{index}: is the same tracker as {location}.{first}; remove one of them")
 
 
 def check_trainer(finetune: FinetuneConfig, trainer: TrainerSection) -> None:

@@ -290,6 +290,7 @@ def _end_line(log: BinaryIO) -> None:
 
 MAX_RELAYED = 20
 """Maximum number of errors displayed in one run; the logs have them all."""
+MAX_OF_TRACKER = 3
 MAX_BYTES = 256 * 1024
 """Read of one log at a time; of more, the newest."""
 _ERROR = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) rollstream\.[\w.]+: (.*)")
@@ -320,10 +321,15 @@ class LogRelay:
             for line in lines:
                 match = _ERROR.match(line)
                 text = f"{name}: {match.group(1)}" if match else ""
-                if text and text not in self._relayed and len(self._relayed) < MAX_RELAYED:
+                if text and text not in self._relayed and self._has_room(name):
                     self._relayed[text] = None
                     found.append(text)
         return found
+
+    def _has_room(self, name: str) -> bool:
+        """Whether one more error of a service is displayed. A tracker, whose errors may change each time, has a few."""
+        own = sum(text.startswith(f"{name}: ") for text in self._relayed)
+        return len(self._relayed) < MAX_RELAYED and (own < MAX_OF_TRACKER or not name.startswith("tracker-"))
 
     def _new_lines(self, path: Path) -> list[str]:
         """Complete new lines only; the rest is read by the next call."""

@@ -1,13 +1,15 @@
 """Built-in trackers: event files of TensorBoard and runs of Weights & Biases."""
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rollstream.eventlog.files import sync_file
-from rollstream.metrics.trackers.points import Point, TrackedJob, file_name
+from rollstream.metrics.trackers.points import Point, TrackedJob, TrackerDownError, TrackerError, file_name
 from rollstream.schemas import ids
+from rollstream.schemas.errors import describe
 from rollstream.schemas.trackers import TensorBoardSettings, WandbSettings
 
 EVENT_FILE = "events.out.tfevents.0000000000.rollstream"
@@ -18,10 +20,13 @@ FORMAT = "brain.Event:2"
 class EventFile:
     """The event file of a job. What a killed process wrote without recording it is cut off, and written again."""
 
-    def __init__(self, settings: TensorBoardSettings, job: TrackedJob, kept: Mapping[str, Any]) -> None:
-        folder = settings.log_dir / file_name(job.run_id) / file_name(ids.name_of(job.job_id))
+    def __init__(
+        self, settings: TensorBoardSettings, job: TrackedJob, kept: Mapping[str, Any], workspace: Path
+    ) -> None:
+        """Raises TrackerError if the file has become shorter than it was."""
+        folder = settings.folder / file_name(job.run_id) / file_name(ids.name_of(job.job_id))
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / EVENT_FILE
+        self._path = folder / f"{EVENT_FILE}.{hashlib.sha256(str(workspace.absolute()).encode()).hexdigest()[:8]}"
         self._file = _opened(self._path, int(kept.get("size_bytes", 0)))
 
     def log(self, points: Sequence[Point], first: int) -> Mapping[str, Any]:
@@ -48,11 +53,15 @@ class EventFile:
 
 
 def _opened(path: Path, size_bytes: int) -> BinaryIO:
-    """The file, open for appending after its first `size_bytes`; a file that is shorter was replaced, and is kept."""
+    """The file, open for appending after its first `size_bytes`."""
     file = path.open("ab")
-    if file.tell() > size_bytes:
-        file.truncate(size_bytes)
-        file.seek(size_bytes)
+    if file.tell() < size_bytes:
+        file.close()
+        raise TrackerError(
+            f"{path} was removed or cut off; `rollstream track --again` sends all points of the run once more"
+        )
+    file.truncate(size_bytes)
+    file.seek(size_bytes)
     return file
 
 
@@ -64,24 +73,34 @@ class WandbRun:
     """A job's run. A point's number is its step there, so that points that are logged again are ignored."""
 
     def __init__(self, settings: WandbSettings, job: TrackedJob, folder: Path) -> None:
+        """Raises TrackerDownError if another process is needed, and wandb's errors."""
         import wandb
 
-        folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=settings.project,
-            entity=settings.entity,
-            id=hashlib.sha256(job.job_id.encode()).hexdigest()[:16],
-            name=job.job_id,
-            group=job.run_id,
-            job_type=job.kind,
-            tags=settings.tags,
-            config={"algorithm": job.algorithm, "model": job.model, **job.settings},
-            mode=settings.mode,
-            dir=str(folder),
-            resume="allow",
-            reinit="create_new",
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
-        )
+        folder /= str(time.time_ns())  # wandb would write over a folder that it made in the same second
+        folder.mkdir(parents=True)
+        try:
+            self._run = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                id=hashlib.sha256(job.job_id.encode()).hexdigest()[:16],
+                name=job.job_id,
+                group=job.run_id,
+                job_type=job.kind,
+                tags=settings.tags,
+                config={"algorithm": job.algorithm, "model": job.model, **job.settings},
+                mode=settings.mode,
+                dir=str(folder),
+                resume="allow",
+                reinit="create_new",
+                settings=wandb.Settings(
+                    console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True
+                ),
+            )
+        except Exception as error:
+            if isinstance(error, (wandb.Error, OSError)):
+                raise
+            # its own process is gone, and `wandb` starts no other one
+            raise TrackerDownError(f"wandb cannot be used in this process any more: {describe(error)}") from error
         for series, axis in AXES.items():
             self._run.define_metric(axis)
             self._run.define_metric(f"{series}/*", step_metric=axis)
@@ -89,7 +108,8 @@ class WandbRun:
     def log(self, points: Sequence[Point], first: int) -> Mapping[str, Any]:
         """Log one step a point. wandb keeps it in a file until its server has it."""
         for number, point in enumerate(points, first):
-            self._run.log({AXES[point.series]: point.step, **point.values}, step=number, commit=True)
+            values = {AXES[point.series]: point.step, **point.values, "_timestamp": point.time_ms / 1000}
+            self._run.log(values, step=number, commit=True)
         return {}
 
     def close(self, state: str | None) -> None:

@@ -1,34 +1,36 @@
 """Gives a tracker every point of a run once, also over crashes of this process and outages of the tracker.
 
-A file of the workspace says what a tracker has of each job. Before points are sent, it says which; a process that finds
-such a note sends the same points again under the same numbers.
+A file of the workspace says what a tracker has of each job. Before points are sent, they are noted in it; a process
+that finds such a note sends the same points again under the same numbers, whatever the metrics have by then.
 """
 
 import fcntl
 import hashlib
-import logging
+import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from rollstream.eventlog.files import move, read_json, write_whole
+from rollstream.eventlog.files import move, read_json, remove_whole, write_whole
 from rollstream.metrics.trackers.points import (
+    MAX_POINTS,
     Ask,
     Point,
+    Sent,
     Series,
     TrackedJob,
+    TrackerError,
     file_name,
     jobs_of,
-    new_points,
-    points_between,
-    reach_of,
+    new_keys,
+    points_of,
 )
 from rollstream.metrics.trackers.table import JobTracker, OpenTracker
-from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.trackers import TrackerSettings
 
 OPEN, ENDED = "open", "ended"
@@ -36,20 +38,31 @@ OPEN, ENDED = "open", "ended"
 LOCK = ".lock"
 MAX_OPEN = 8
 """Jobs whose trackers are open at a time: a run may have many that follow one another."""
-logger = logging.getLogger(__name__)
 
 
 class SentPoints(BaseModel):
     """Points of a job that its tracker has."""
 
-    reach: dict[Series, int] = Field(default_factory=dict)
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    series: dict[Series, Sent] = Field(default_factory=dict)
     num_points: int = 0
-    sending: dict[Series, int] | None = None
-    """The reach after points that are being sent."""
+    sending: list[Point] = Field(default_factory=list)
+    """Points that are being sent, with the numbers from `num_points` on."""
     kept: dict[str, Any] = Field(default_factory=dict)
     """Result of the tracker's last `log`, for when it is opened again."""
     state: str = ""
     """State at the job's end that the tracker was given."""
+
+    def after_sending(self, kept: Mapping[str, Any]) -> "SentPoints":
+        """The same once the points are sent."""
+        steps: dict[Series, list[int]] = {}
+        for point in self.sending:
+            steps.setdefault(point.series, []).append(point.step)
+        series = dict(self.series)
+        for name, new in steps.items():
+            series[name] = series.get(name, Sent()).plus(name, new)
+        return SentPoints(series=series, num_points=self.num_points + len(self.sending), kept=dict(kept))
 
 
 class TrackedRun:
@@ -60,43 +73,57 @@ class TrackedRun:
         self._open = open_tracker
         self._folders = {name: folder_of(workspace, settings) / name / file_name(run_id) for name in (OPEN, ENDED)}
         self._lock: int | None = None
-        self._positions: dict[str, SentPoints] = {}
+        self._sent: dict[str, SentPoints] = {}
         self._trackers: dict[str, JobTracker] = {}
         self._is_finished = False
         self.num_points = 0
         """Points that this process has sent."""
 
-    def send_new(self, ask: Ask) -> None:
-        """Send new points.
+    def send_new(self, ask: Ask, ask_fresh: Ask) -> bool:
+        """Send new points; return whether more than fit into one turn were found.
 
-        Raises QueryError if the metrics cannot be asked, RollstreamError if another process sends the same, and
-        whatever the tracker raises; the next call continues.
+        `ask_fresh` waits for all that is in the log. Raises QueryError if the metrics cannot be asked, TrackerError if
+        another process sends the same, and whatever the tracker raises; the next call continues.
         """
         jobs = jobs_of(ask, self._run_id)
         is_over = bool(jobs) and all(job.is_over for job in jobs)
         if not jobs or (is_over and self._is_finished):
-            return
+            return False
         self._take()
         for job in jobs:
-            self._send_again(ask, job)
-        reaches = {job.job_id: self._position(job.job_id).reach for job in jobs}
-        found = new_points(ask, self._run_id, reaches, is_over=is_over)
+            if self._sent_of(job.job_id).sending:
+                self._deliver(job)
+        keys = new_keys(ask, self._run_id, {job.job_id: self._sent_of(job.job_id).series for job in jobs})
+        if not keys and not is_over:
+            return False
+        jobs = jobs_of(ask_fresh, self._run_id)
+        found = points_of(ask_fresh, self._run_id, keys)
         for job in jobs:
             if points := found.get(job.job_id):
-                self._send(job, points)
-        if is_over and not found:
-            self._finish(jobs)
+                self._write(job.job_id, self._sent_of(job.job_id).model_copy(update={"sending": points}))
+                self._deliver(job)
+        if all(job.is_over for job in jobs) and not keys:
+            known = {job.job_id: self._sent_of(job.job_id).series for job in jobs}
+            if not new_keys(ask_fresh, self._run_id, known):
+                self._finish(jobs)
+        return len(keys) >= MAX_POINTS
 
     def close(self) -> None:
-        """Close the trackers and let other processes send."""
-        while self._trackers:
-            self._trackers.popitem()[1].close(None)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Close the trackers and let other processes send. Raises whatever a tracker raises."""
+        try:
+            self._close_trackers()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    def _close_trackers(self) -> None:
+        with ExitStack() as closing:
+            while self._trackers:
+                closing.callback(self._trackers.popitem()[1].close, None)
 
     def _take(self) -> None:
-        """Lock the run's folder, and have it be an open one."""
+        """Lock the run's folder, which becomes an open one. Raises TrackerError if another process has it."""
         if self._lock is not None:
             return
         folder = self._folders[OPEN]
@@ -105,45 +132,49 @@ class TrackedRun:
             move(self._folders[ENDED], folder)
         folder.mkdir(exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        is_taken = False
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            is_taken = os.path.samestat(os.fstat(lock), (folder / LOCK).stat())
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        if not is_taken:
             os.close(lock)
-            raise RollstreamError(
+            raise TrackerError(
                 f"run {self._run_id}: another process sends it to this tracker ({folder / LOCK} is locked); stop that "
                 "one, or leave it to it"
-            ) from error
+            )
         self._lock = lock
+        self._sent.clear()  # another process may have sent since
 
-    def _send_again(self, ask: Ask, job: TrackedJob) -> None:
-        position = self._position(job.job_id)
-        if position.sending is not None:
-            self._deliver(job, points_between(ask, job, position.reach, position.sending), position.sending)
-
-    def _send(self, job: TrackedJob, points: list[Point]) -> None:
-        position = self._position(job.job_id)
-        reach = reach_of(points, position.reach)
-        self._write(job.job_id, position.model_copy(update={"sending": reach}))
-        self._deliver(job, points, reach)
-
-    def _deliver(self, job: TrackedJob, points: list[Point], reach: Mapping[Series, int]) -> None:
-        first = self._position(job.job_id).num_points
-        kept = self._tracker(job).log(points, first)
-        self._write(job.job_id, SentPoints(reach=dict(reach), num_points=first + len(points), kept=dict(kept)))
-        self.num_points += len(points)
+    def _deliver(self, job: TrackedJob) -> None:
+        """Send the points that are noted. A tracker that fails is opened again for the next try."""
+        sent = self._sent_of(job.job_id)
+        try:
+            after = sent.after_sending(_json_values(self._tracker(job).log(sent.sending, sent.num_points)))
+            self._write(job.job_id, after)
+        except BaseException:
+            failed = self._trackers.pop(job.job_id, None)
+            with suppress(Exception):
+                if failed is not None:
+                    failed.close(None)
+            raise
+        self.num_points += len(sent.sending)
 
     def _finish(self, jobs: list[TrackedJob]) -> None:
-        """Tell the trackers how their jobs ended."""
-        for job in jobs:
-            position = self._position(job.job_id)
-            if position.num_points and position.state != job.state:
-                self._tracker(job).close(job.state)
-                self._trackers.pop(job.job_id)
-                self._write(job.job_id, position.model_copy(update={"state": job.state}))
-        self.close()
-        self._is_finished = True
+        """Give the trackers the states of their jobs at the end."""
+        with ExitStack() as closing:
+            for job in jobs:
+                sent = self._sent_of(job.job_id)
+                if sent.num_points and sent.state != job.state:
+                    closing.callback(self._tracker(job).close, job.state)
+                    self._trackers.pop(job.job_id)
+                    self._write(job.job_id, sent.model_copy(update={"state": job.state}))
+        self._close_trackers()
         self._folders[ENDED].parent.mkdir(parents=True, exist_ok=True)
         move(self._folders[OPEN], self._folders[ENDED])
+        self._is_finished = True
+        self.close()
 
     def _tracker(self, job: TrackedJob) -> JobTracker:
         """The tracker of a job, which becomes the newest of those that are open."""
@@ -151,26 +182,42 @@ class TrackedRun:
         if found is None:
             if len(self._trackers) >= MAX_OPEN:
                 self._trackers.pop(next(iter(self._trackers))).close(None)
-            found = self._open(job, self._position(job.job_id).kept)
+            found = self._open(job, self._sent_of(job.job_id).kept)
         self._trackers[job.job_id] = found
         return found
 
-    def _position(self, job_id: str) -> SentPoints:
-        if job_id not in self._positions:
-            self._positions[job_id] = _read(self._file(job_id))
-        return self._positions[job_id]
+    def _sent_of(self, job_id: str) -> SentPoints:
+        if job_id not in self._sent:
+            self._sent[job_id] = _read(self._file(job_id))
+        return self._sent[job_id]
 
-    def _write(self, job_id: str, position: SentPoints) -> None:
-        write_whole(self._file(job_id), position.model_dump_json())
-        self._positions[job_id] = position
+    def _write(self, job_id: str, sent: SentPoints) -> None:
+        write_whole(self._file(job_id), sent.model_dump_json())
+        self._sent[job_id] = sent
 
     def _file(self, job_id: str) -> Path:
         return self._folders[OPEN] / f"{file_name(job_id)}.json"
 
 
+def _json_values(result: Any) -> dict[str, Any]:
+    """The result of a `log`. Raises TrackerError if it cannot be kept."""
+    try:
+        return {} if result is None else json.loads(json.dumps(dict(result)))
+    except (TypeError, ValueError) as error:
+        raise TrackerError(f"its log returned {result!r}; return a mapping of JSON values, or nothing") from error
+
+
+def forget(workspace: Path, settings: TrackerSettings, run_id: str) -> None:
+    """Forget what a tracker has of a run, so that all of it is sent again."""
+    for name in (OPEN, ENDED):
+        folder = folder_of(workspace, settings) / name / file_name(run_id)
+        if folder.exists():
+            remove_whole(folder)
+
+
 def folder_of(workspace: Path, settings: TrackerSettings) -> Path:
     """Folder for the points that a tracker has. The polling interval does not make it another tracker."""
-    target = hashlib.sha256(settings.model_dump_json(exclude={"poll_interval_s"}).encode()).hexdigest()[:8]
+    target = hashlib.sha256(settings.target().encode()).hexdigest()[:8]
     return workspace / "trackers" / f"{file_name(settings.kind)}-{target}"
 
 
@@ -185,4 +232,6 @@ def _read(path: Path) -> SentPoints:
     try:
         return SentPoints.model_validate(found)
     except ValueError as error:
-        raise RollstreamError(f"{path} is damaged; remove it to send all points of the job again") from error
+        raise TrackerError(
+            f"{path} is damaged; `rollstream track --again` sends all points of the run again"
+        ) from error

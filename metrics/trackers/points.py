@@ -1,22 +1,35 @@
 """Points of a run's jobs for a tracker, read from the metrics by SQL."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
+from pydantic import BaseModel, Field
+
 from rollstream.schemas import ids
+from rollstream.schemas.errors import RollstreamError
 
 Series = Literal["training", "epoch", "validation"]
 Ask = Callable[[str], Sequence[Sequence[Any]]]
 """Runs a query and returns its rows."""
 
 MAX_POINTS = 1000
-"""Maximum points of one series that are read at a time."""
+"""Maximum points of one series that are sent at a time."""
 NOT_BEGUN = -1
 """Below every version and epoch."""
+WINDOW: Mapping[Series, int] = {"training": 0, "epoch": 64, "validation": 64}
+"""Steps by which a point may come after a higher one of its series: validations may overlap. Versions are in order."""
 SETTLED_MS = 10_000
 """Milliseconds after which a validation of which no task is open has no further ones: they are requested together."""
+
+
+class TrackerError(RollstreamError):
+    """A tracker did not take what it was given."""
+
+
+class TrackerDownError(TrackerError):
+    """A tracker that only another process can open again."""
 
 
 class Point(NamedTuple):
@@ -47,8 +60,30 @@ class TrackedJob(NamedTuple):
     """The job's settings as recorded."""
 
 
-Reach = Mapping[Series, int]
-"""The last step of each series."""
+class Key(NamedTuple):
+    """A point that the metrics have."""
+
+    job_id: str
+    series: Series
+    step: int
+
+
+class Sent(BaseModel):
+    """Points of a series that a tracker has."""
+
+    last: int = NOT_BEGUN
+    """The highest step."""
+    recent: list[int] = Field(default_factory=list)
+    """Steps within the series' window, the highest included."""
+
+    def plus(self, series: Series, steps: Iterable[int]) -> "Sent":
+        """With further steps."""
+        steps = list(steps)
+        last = max([self.last, *steps])
+        return Sent(last=last, recent=sorted(step for step in {*self.recent, *steps} if step > last - WINDOW[series]))
+
+
+SentBySeries = Mapping[Series, Sent]
 
 
 def file_name(text: str) -> str:
@@ -74,57 +109,74 @@ def jobs_of(ask: Ask, run_id: str) -> list[TrackedJob]:
     ]
 
 
-def new_points(ask: Ask, run_id: str, after: Mapping[str, Reach], *, is_over: bool) -> dict[str, list[Point]]:
-    """Points of a run's jobs beyond what the tracker of each has (`after`), at most MAX_POINTS of a series, by job.
+def new_keys(ask: Ask, run_id: str, sent: Mapping[str, SentBySeries]) -> list[Key]:
+    """Points that the trackers of a run's jobs do not have, at most MAX_POINTS of a series.
 
-    `is_over`: the run has ended, so that validations have no further task.
+    `sent`: the points that each has, by job.
+    """
+    parts = [
+        f"SELECT * FROM (SELECT job_id, '{series}' AS series, step FROM ({query}) WHERE {_is_new(series, sent)} "
+        f"ORDER BY step, job_id LIMIT {MAX_POINTS})"
+        for series, query in _queries(run_id).items()
+    ]
+    rows = ask(f"SELECT * FROM ({' UNION ALL '.join(parts)}) ORDER BY series, step, job_id")
+    return [Key(*row) for row in rows]
+
+
+def points_of(ask: Ask, run_id: str, keys: Sequence[Key]) -> dict[str, list[Point]]:
+    """The points of these keys, by job.
+
+    If `ask` waits for the whole log, which `new_keys` need not have done, the points are complete: what their values
+    are made of was in the log before their keys were.
     """
     found: dict[str, list[Point]] = {}
-    for series, query in _queries(run_id, is_over=is_over).items() if after else ():
-        last = ", ".join(f"({quoted(job)}, {reach.get(series, NOT_BEGUN)})" for job, reach in after.items())
+    for series, query in _queries(run_id).items():
+        asked = [(key.job_id, key.step) for key in keys if key.series == series]
+        if not asked:
+            continue
+        steps = ", ".join(f"({quoted(job_id)}, {step})" for job_id, step in asked)
         rows = ask(
-            f"SELECT job_id, step, time_ms, vals FROM ({query}) JOIN (VALUES {last}) AS sent (job_id, last) "
-            f"USING (job_id) WHERE step > sent.last ORDER BY step, job_id LIMIT {MAX_POINTS}"
+            f"SELECT job_id, step, time_ms, vals FROM ({query}) WHERE (job_id, step) IN ({steps}) ORDER BY step, job_id"
         )
         for job_id, step, time_ms, values in rows:
             found.setdefault(job_id, []).append(Point(series, step, time_ms, dict(_numbers(series, values))))
     return found
 
 
-def points_between(ask: Ask, job: TrackedJob, after: Reach, upto: Reach) -> list[Point]:
-    """The points beyond `after` that `new_points` gave for a job, if it gave none beyond `upto`."""
-    found = new_points(ask, job.run_id, {job.job_id: after}, is_over=True).get(job.job_id, [])
-    return [point for point in found if point.step <= upto.get(point.series, NOT_BEGUN)]
+def _is_new(series: Series, sent: Mapping[str, SentBySeries]) -> str:
+    """SQL for a job_id and step of a series that are not sent."""
+    old: list[str] = []
+    for job_id, by_series in sent.items():
+        if found := by_series.get(series):
+            steps = ", ".join(map(str, found.recent or [found.last]))
+            begun = found.last - WINDOW[series]
+            old.append(f"(job_id = {quoted(job_id)} AND (step <= {begun} OR step IN ({steps})))")
+    return f"NOT ({' OR '.join(old)})" if old else "true"
 
 
-def reach_of(points: Sequence[Point], before: Reach) -> dict[Series, int]:
-    """The last step of each series after these points."""
-    reach = dict(before)
-    for point in points:
-        reach[point.series] = max(point.step, reach.get(point.series, NOT_BEGUN))
-    return reach
-
-
-def _queries(run_id: str, *, is_over: bool) -> dict[Series, str]:
+def _queries(run_id: str) -> dict[Series, str]:
     """For each series a query for job_id, step, time_ms and vals, an object of numbers."""
     run, groups = quoted(run_id), ids.model_group(run_id, "")
     beyond = groups[:-1] + chr(ord(groups[-1]) + 1)
-    settled = "" if is_over else f"AND epoch_ms(v.ended_at) <= epoch_ms(now()) - {SETTLED_MS}"
+    is_over = f"EXISTS (SELECT 1 FROM runs r WHERE r.run_id = {run} AND r.state <> 'running')"
     return {
         # by a range of model groups, which the view's window functions let through
-        "training": "SELECT job_id, version AS step, epoch_ms(trained_at) AS time_ms, map_concat(metrics, "
-        "map_from_entries([(('seconds/' || e.key), e.value) FOR e IN map_entries(seconds)]), "
-        "MAP {'tokens_per_s': tokens_per_s, 'epoch': epoch, 'num_optimizer_steps': num_optimizer_steps}) AS vals "
-        f"FROM training_steps WHERE model_group >= {quoted(groups)} AND model_group < {quoted(beyond)}",
+        "training": "SELECT s.job_id, s.version AS step, epoch_ms(coalesce(w.published_at, s.trained_at)) AS time_ms, "
+        "map_concat(s.metrics, map_from_entries([(('seconds/' || e.key), e.value) FOR e IN map_entries(s.seconds)]), "
+        "MAP {'tokens_per_s': s.tokens_per_s, 'epoch': s.epoch, 'num_optimizer_steps': s.num_optimizer_steps}) AS vals "
+        "FROM training_steps s LEFT JOIN weight_versions w ON w.model_group = s.model_group AND w.version = s.version "
+        f"AND w.job_id = s.job_id WHERE s.model_group >= {quoted(groups)} "
+        f"AND s.model_group < {quoted(beyond)} AND (w.version IS NOT NULL OR {is_over})",
         "epoch": "SELECT job_id, epoch AS step, epoch_ms(sealed_at) AS time_ms, {avg_reward: avg_reward, "
         "reward_std: reward_std, min_reward: min_reward, max_reward: max_reward, "
         "filtered_avg_reward: filtered_avg_reward, groups: groups, trained_groups: trained_groups, "
         "zero_variance_groups: zero_variance_groups, curriculum_percentile: curriculum_percentile, "
         "num_trajectories: num_trajectories, num_tokens: num_tokens, num_batches: num_batches, seconds: seconds} "
-        f"AS vals FROM epoch_summary WHERE run_id = {run} AND state = 'sealed'",
+        f"AS vals FROM epoch_summary WHERE run_id = {run} AND state = 'sealed' AND started_at IS NOT NULL",
         "validation": "SELECT v.job_id, v.epoch AS step, epoch_ms(v.ended_at) AS time_ms, {avg_reward: v.avg_reward, "
         "reward_std: v.reward_std, groups: v.groups, num_trajectories: v.num_trajectories, version: v.version} AS vals "
-        f"FROM validations v WHERE v.run_id = {run} {settled} AND NOT EXISTS (SELECT 1 FROM tasks t LEFT JOIN "
+        f"FROM validations v WHERE v.run_id = {run} AND (epoch_ms(v.ended_at) <= epoch_ms(now()) - {SETTLED_MS} OR "
+        f"{is_over}) AND NOT EXISTS (SELECT 1 FROM tasks t LEFT JOIN "
         "(SELECT group_id FROM groups WHERE state = 'closed') c USING (group_id) WHERE t.run_id = v.run_id AND "
         "t.purpose = 'validation' AND t.epoch = v.epoch AND t.cancelled_at IS NULL AND c.group_id IS NULL)",
     }

@@ -3,17 +3,20 @@
 import asyncio
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from rollstream.metrics.sql.client import NotServedError, query
 from rollstream.metrics.trackers.follow import TrackedRun, unfinished_runs
-from rollstream.metrics.trackers.points import Ask
+from rollstream.metrics.trackers.points import Ask, TrackerDownError, TrackerError
 from rollstream.metrics.trackers.table import opener
-from rollstream.schemas.errors import RollstreamError, TrackerError, describe
+from rollstream.schemas.errors import RollstreamError, describe
 from rollstream.schemas.services import TrackerServiceSettings
 from rollstream.schemas.trackers import TrackerSettings
 
 MAX_BACKOFF_S = 300.0
+BLOCKED_S = 300.0
+"""Seconds after which a tracker that does not return is reported."""
 END_TIMEOUT_S = 15.0
 """Maximum seconds for what is left when the service is asked to end."""
 QUERY_TIMEOUT_S = 60.0
@@ -24,7 +27,7 @@ logger = logging.getLogger(__name__)
 async def serve(settings: TrackerServiceSettings) -> None:
     """Run until cancelled, then send what is left. Raises ConfigError for a tracker that cannot be imported.
 
-    What the tracker or the metrics raise is logged, and tried again after a while.
+    What the tracker or the metrics raise is logged, and tried again after a while; TrackerDownError ends the process.
     """
     tracking = Tracking(settings.tracker, settings.workspace, settings.runs, is_served=True)
     logger.info("ready (%s)", settings.tracker.kind)
@@ -33,11 +36,14 @@ async def serve(settings: TrackerServiceSettings) -> None:
     try:
         while True:
             sending = asyncio.ensure_future(asyncio.to_thread(tracking.catch_up))
+            await _warn_if_blocked(sending, settings.tracker.kind)
             try:
                 await asyncio.shield(sending)
                 backoff_s = 0.0
             except NotServedError:  # it starts, or is being restarted
                 backoff_s = 0.0
+            except TrackerDownError:
+                raise
             except Exception as error:  # noqa: BLE001 -- logged: a tracker that fails must not end the service
                 backoff_s = min(MAX_BACKOFF_S, max(settings.tracker.poll_interval_s, 2 * backoff_s))
                 _log(error)
@@ -46,22 +52,31 @@ async def serve(settings: TrackerServiceSettings) -> None:
         await _end(tracking, sending)
 
 
+async def _warn_if_blocked(sending: "asyncio.Future[None]", kind: str) -> None:
+    done, _ = await asyncio.wait({sending}, timeout=BLOCKED_S)
+    if not done:
+        logger.error(
+            "tracker %s has been sending for %.0f s and did not return; nothing else waits for it", kind, BLOCKED_S
+        )
+        await asyncio.wait({sending})
+
+
 async def _end(tracking: "Tracking", sending: "asyncio.Future[None] | None") -> None:
     """Send what the log has, as far as there is time, and close the trackers."""
     ending = asyncio.ensure_future(_send_rest(tracking, sending))
     done, _ = await asyncio.wait({ending}, timeout=END_TIMEOUT_S)
     if not done:
-        logger.warning("not all was sent within %.0f s; `rollstream track` sends the rest", END_TIMEOUT_S)
+        logger.error("not all was sent within %.0f s; `rollstream track` sends the rest", END_TIMEOUT_S)
     elif error := ending.exception():
         _log(error)
-        logger.warning("not all was sent; `rollstream track` sends the rest")
+        logger.error("not all was sent; `rollstream track` sends the rest")
 
 
 async def _send_rest(tracking: "Tracking", sending: "asyncio.Future[None] | None") -> None:
     if sending is not None:
         await asyncio.wait({sending})
     try:
-        await asyncio.to_thread(tracking.catch_up, fresh=True)
+        await asyncio.to_thread(tracking.catch_up, to_the_end=True)
     finally:
         await asyncio.to_thread(tracking.close)
 
@@ -85,24 +100,29 @@ class Tracking:
         self._settings, self._workspace, self._named = settings, workspace, runs
         self._open = opener(settings, workspace)
         self._runs: dict[str, TrackedRun] = {}
-        self.num_points = 0
-        """Points that were sent."""
 
-    def send_new(self, *, fresh: bool = False) -> bool:
-        """Send new points of every run; return whether there were none. `fresh`: first wait for all that is in the log.
+    @property
+    def num_points(self) -> int:
+        """Points that were sent of the runs that are followed."""
+        return sum(run.num_points for run in self._runs.values())
+
+    def catch_up(self, *, to_the_end: bool = False) -> None:
+        """Send the points that the metrics have, with `to_the_end` those that the log has.
 
         An error of one run does not keep others from being sent. Raises QueryError if the metrics cannot be asked,
         TrackerError for what the tracker raises, and an ExceptionGroup for several errors.
         """
-        ask = asking(self._workspace, fresh=fresh, is_served=self._is_served)
+        ask_fresh = self._asking(fresh=True)
+        ask = ask_fresh if to_the_end else self._asking(fresh=False)
         errors: list[RollstreamError] = []
-        is_quiet = True
         for run_id in list(self._followed(ask)):
             run = self._runs.setdefault(run_id, self._tracked(run_id))
-            before = run.num_points
             try:
-                run.send_new(ask)
-            except NotServedError:
+                while run.send_new(ask, ask_fresh):
+                    pass
+                if to_the_end:  # a run that has ended is finished by a turn without points
+                    run.send_new(ask, ask_fresh)
+            except (NotServedError, TrackerDownError):
                 raise
             except RollstreamError as error:
                 errors.append(error)
@@ -110,21 +130,14 @@ class Tracking:
                 logger.info("tracker %s failed", self._settings.kind, exc_info=error)
                 text = f"tracker {self._settings.kind}: run {run_id}: {describe(error)}"
                 errors.append(TrackerError(f"{text}; correct this, and everything that is missing will be sent"))
-            self.num_points += run.num_points - before
-            is_quiet &= run.num_points == before
         if errors:
             raise errors[0] if len(errors) == 1 else ExceptionGroup("trackers", errors)
-        return is_quiet
-
-    def catch_up(self, *, fresh: bool = False) -> None:
-        """Send everything that the metrics have, or with `fresh` the log. Raises as `send_new` does."""
-        while not self.send_new(fresh=fresh):
-            pass
 
     def close(self) -> None:
-        """Close all trackers."""
-        for run in self._runs.values():
-            run.close()
+        """Close all trackers. Raises whatever one raises."""
+        with ExitStack() as closing:
+            for run in self._runs.values():
+                closing.callback(run.close)
 
     def _followed(self, ask: Ask) -> Iterator[str]:
         if self._named:
@@ -139,16 +152,16 @@ class Tracking:
     def _tracked(self, run_id: str) -> TrackedRun:
         return TrackedRun(run_id, self._settings, self._open, self._workspace)
 
+    def _asking(self, *, fresh: bool) -> Ask:
+        def ask(sql: str) -> "list[tuple[object, ...]]":
+            found = query(
+                self._workspace,
+                sql,
+                fresh=fresh,
+                limit=MAX_ROWS,
+                timeout_s=QUERY_TIMEOUT_S,
+                is_served=self._is_served,
+            )
+            return list(found.rows)
 
-def asking(workspace: Path, *, fresh: bool, is_served: bool) -> Ask:
-    """Queries of a workspace's metrics. `fresh`: the first one waits for all that is in the log. `is_served`: as in
-    `query`.
-    """
-    waits = iter((fresh,))
-
-    def ask(sql: str) -> "list[tuple[object, ...]]":
-        is_first = next(waits, False)
-        found = query(workspace, sql, fresh=is_first, limit=MAX_ROWS, timeout_s=QUERY_TIMEOUT_S, is_served=is_served)
-        return list(found.rows)
-
-    return ask
+        return ask

@@ -1,5 +1,6 @@
 """Trackers by the kind of their settings, built in and from elsewhere."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ from rollstream.metrics.trackers.points import Point, TrackedJob
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.trackers import CustomTrackerSettings, TensorBoardSettings, TrackerSettings, WandbSettings
 from rollstream.schemas.users_code import import_named
+from rollstream.schemas.variables import expand
 
 LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 """The package, and the extra of rollstream, that a kind of tracker needs."""
@@ -43,13 +45,14 @@ def opener(settings: TrackerSettings, workspace: Path) -> OpenTracker:
     if isinstance(settings, TensorBoardSettings):
         from rollstream.metrics.trackers.built_in import EventFile
 
-        return lambda job, kept: EventFile(settings, job, kept)
+        return lambda job, kept: EventFile(settings, job, kept, workspace)
     if isinstance(settings, WandbSettings):
         from rollstream.metrics.trackers.built_in import WandbRun
 
         return lambda job, kept: WandbRun(settings, job, workspace / "wandb")
     make = import_named(settings.kind, "tracker.kind")
-    options = settings.options if isinstance(settings, CustomTrackerSettings) else {}
+    written = settings.options if isinstance(settings, CustomTrackerSettings) else {}
+    options = expand(written, os.environ, "tracker.options")
     return lambda job, kept: make(job, options, kept)
 
 

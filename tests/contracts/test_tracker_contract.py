@@ -42,13 +42,14 @@ def event_file(folder: Path) -> Case:
         for tag in found.Tags()["scalars"]:
             yield from (((tag, one.step), one.value) for one in found.Scalars(tag))
 
-    return Case(lambda kept: EventFile(TensorBoardSettings(log_dir=folder), JOB, kept), shown)
+    return Case(lambda kept: EventFile(TensorBoardSettings(log_dir=folder), JOB, kept, folder), shown)
 
 
 def wandb_run(folder: Path) -> Case:
     def shown() -> Iterator[tuple[tuple[str, int], float]]:
+        wandb.teardown()  # until then, its own process may not have written everything
         steps: list[int] = []
-        for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for path in sorted(folder.glob("*/wandb/offline-run-*/run-*.wandb")):
             for row in history(path):
                 steps.append(row.pop("_step"))
                 step = row.pop("version", None)

@@ -16,7 +16,7 @@ from rollstream.metrics.service import run as run_metrics
 from rollstream.metrics.trackers.built_in import EventFile
 from rollstream.metrics.trackers.points import Point, TrackedJob
 from rollstream.metrics.trackers.service import Tracking, serve
-from rollstream.metrics.trackers.table import check_tracker
+from rollstream.metrics.trackers.table import check_tracker, opener
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import TrackerServiceSettings
@@ -38,7 +38,7 @@ def test_an_event_file_loses_what_a_killed_process_did_not_record(tmp_path: Path
     settings = TensorBoardSettings(log_dir=tmp_path)
     kept: Mapping[str, Any] = {}
     for points, first, is_recorded in ((FIRST, 0, True), (SECOND, 2, False), (SECOND, 2, True)):
-        file = EventFile(settings, JOB, kept)
+        file = EventFile(settings, JOB, kept, tmp_path)
         after = file.log(points, first)
         kept = after if is_recorded else kept
         file.close(None)
@@ -50,7 +50,9 @@ def test_an_event_file_loses_what_a_killed_process_did_not_record(tmp_path: Path
 @pytest.mark.parametrize("job_id", ["..", ".", "../../up", "a b/ü"])
 def test_an_event_file_stays_in_its_folder(tmp_path: Path, job_id: str) -> None:
     log_dir = tmp_path / "one" / "two" / "boards"
-    EventFile(TensorBoardSettings(log_dir=log_dir), JOB._replace(run_id=job_id, job_id=f"{job_id}/.."), {}).close(None)
+    EventFile(
+        TensorBoardSettings(log_dir=log_dir), JOB._replace(run_id=job_id, job_id=f"{job_id}/.."), {}, tmp_path
+    ).close(None)
     files = list(tmp_path.rglob("*tfevents*"))
     assert [path.is_relative_to(log_dir) and path.parent != log_dir for path in files] == [True]
 
@@ -62,7 +64,7 @@ def test_a_job_has_a_run_of_wandb(projected: Projected, run_events: list[Event])
     tracking.close()
     wandb.teardown()
     assert tracking.num_points == 5
-    assert len([*(workspace / "wandb" / "wandb").glob("offline-run-*")]) == 2
+    assert len([*(workspace / "wandb").glob("*/wandb/offline-run-*")]) == 2
 
 
 class Collected:
@@ -129,3 +131,20 @@ def test_a_tracker_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("rollstream.metrics.trackers.table.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"trackers.0: wandb is not installed: pip install '.\[wandb\]'"):
         check_tracker(WandbSettings(), "trackers.0")
+
+
+def test_variables_in_the_options_of_a_tracker_are_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BOARD_KEY", "secret")
+    settings = CustomTrackerSettings(kind=f"python:{__name__}.Collected", options={"prefix": "${BOARD_KEY}"})
+    made = opener(settings, tmp_path)(JOB, {})
+    assert isinstance(made, Collected)
+    assert made.prefix == "secret"
+
+
+def test_a_tensorboard_folder_is_one_tracker_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative, whole = TensorBoardSettings(log_dir=Path("boards")), TensorBoardSettings(log_dir=tmp_path / "boards")
+    assert relative.target() == whole.target()
+    assert relative.target() == relative.model_copy(update={"poll_interval_s": 1.0}).target()

@@ -7,7 +7,7 @@ import pytest
 
 from rollstream.metrics.trackers import points
 from rollstream.metrics.trackers.follow import TrackedRun, unfinished_runs
-from rollstream.metrics.trackers.points import jobs_of, new_points
+from rollstream.metrics.trackers.points import jobs_of, new_keys, points_of
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import RollstreamError
@@ -24,6 +24,15 @@ def tracked(tracker: KeptTracker, workspace: Path) -> TrackedRun:
     return TrackedRun(RUN, SETTINGS, tracker.open, workspace)
 
 
+def send(one: TrackedRun, workspace: Path) -> None:
+    """Send all that the metrics have, and finish a run that has ended."""
+    ask, before = asking(workspace), -1
+    while one.num_points > before:
+        before = one.num_points
+        one.send_new(ask, ask)
+    one.send_new(ask, ask)
+
+
 def steps(tracker: KeptTracker) -> dict[str, list[tuple[str, int]]]:
     return {
         job: [(mine[number].series, mine[number].step) for number in sorted(mine)]
@@ -36,11 +45,7 @@ def send_to_the_end(tracker: KeptTracker, workspace: Path) -> int:
     for crashes in itertools.count():
         one = tracked(tracker, workspace)
         try:
-            before = -1
-            while one.num_points > before:
-                before = one.num_points
-                one.send_new(asking(workspace))
-            one.send_new(asking(workspace))
+            send(one, workspace)
         except Crash:
             one.close()
             continue
@@ -52,7 +57,7 @@ def send_to_the_end(tracker: KeptTracker, workspace: Path) -> int:
 def test_points_of_a_run_have_their_values_by_name(projected: Projected, run_events: list[Event]) -> None:
     ask = asking(projected(run_events))
     jobs = {job.job_id: job for job in jobs_of(ask, RUN)}
-    found = new_points(ask, RUN, {job: {} for job in jobs}, is_over=True)
+    found = points_of(ask, RUN, new_keys(ask, RUN, {}))
     assert {job: (one.kind, one.state, one.is_over) for job, one in jobs.items()} == {
         SFT: ("sft", "succeeded", True),
         RL: ("rl", "succeeded", True),
@@ -116,7 +121,7 @@ def test_points_that_a_crash_left_unsent_are_sent_before_newer_ones(
     tracker.crashes = {1}
     crashed = tracked(tracker, workspace)
     with pytest.raises(Crash):
-        crashed.send_new(asking(workspace))
+        crashed.send_new(asking(workspace), asking(workspace))
     crashed.close()
     first = dict(tracker.points[next(iter(tracker.points))])
     projected(run_events[num_first:])
@@ -129,11 +134,11 @@ def test_a_run_is_sent_by_one_process(projected: Projected, run_events: list[Eve
     workspace = projected([event for event in run_events if not isinstance(event, RunEnded)])
     tracker = KeptTracker()
     first, second = tracked(tracker, workspace), tracked(tracker, workspace)
-    first.send_new(asking(workspace))
+    first.send_new(asking(workspace), asking(workspace))
     with pytest.raises(RollstreamError, match="another process sends it to this tracker"):
-        second.send_new(asking(workspace))
+        second.send_new(asking(workspace), asking(workspace))
     first.close()
-    second.send_new(asking(workspace))
+    second.send_new(asking(workspace), asking(workspace))
     second.close()
 
 
