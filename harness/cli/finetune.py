@@ -169,7 +169,8 @@ def _interruption(interrupted: "Interrupted", resumed: str | None) -> str:
 def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
     """Stop a run gracefully.
 
-    The finetune process that conducts it saves the newest model and exits.
+    The finetune process that conducts it saves the newest model and exits. A run that a shared model group began has no
+    such process: its open jobs are cancelled, and its versions stay.
     """
     from rollstream.harness.runs.plan import look_up
     from rollstream.harness.services.workspace import Workspace, on_log
@@ -196,6 +197,8 @@ def stopped_line(progress: "Progress") -> str:
     at = f"at version {progress.version}" if progress.version >= 0 else "before its first version"
     if not is_trained(progress):
         return f"run {run} stopped {at}: nothing was trained"
+    if progress.is_of_shared_model_group:
+        return f"run {run} stopped {at}; its open jobs are cancelled, and its shared model group takes no further ones"
     saves = f"`rollstream finetune --config_file FILE --resume {run}`"
     saver = "the finetune process that conducts it saves the model"
     return f"run {run} stopped {at}; {saver}; if none is running, use {saves}"

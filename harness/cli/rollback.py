@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.eventlog.log import EventLog
     from rollstream.harness.runs.progress import JobProgress, Progress
-    from rollstream.schemas.events import RollbackRequested
+    from rollstream.learner.progress import GroupState
+    from rollstream.schemas.events import RollbackRequested, WeightsCollected, WeightsPublished
 
 
 class Target(NamedTuple):
@@ -35,7 +36,7 @@ class Target(NamedTuple):
 
     @property
     def fork(self) -> str:
-        """Advice on beginning a new run from it."""
+        """Advice on beginning a new run from it, if it exists."""
         name, fork = ids.name_of(self.model_group), ids.version_name(self.run_id, self.version)
         if name != ids.MODEL_GROUP:
             return (
@@ -104,27 +105,23 @@ async def rollback_request(
 
     progress = await look_up(log, target.run_id)
     where = str(target)
-    job_id, job = _open_job(progress, target)
-    assert job.submitted is not None
     group, collected = await versions_of(log, target.model_group, target.version)
+    published = group.published.get(target.version)
+    missing = _missing(target, group)
+    if published is not None:
+        missing = await _removed(artifacts, published, collected)
+    job_id, job = _open_job(progress, target, missing or _fork(progress, target))
+    assert job.submitted is not None
     base, planned = job.submitted.base_version, job.submitted.base_version + job.num_planned
     if target.version < base:
-        raise ConfigError(f"{where}: job {job_id} begins with version {base}; {target.fork}")
-    if target.version not in group.published:
-        kept = f"give {min(group.published)} to {max(group.published)}" if group.published else "wait for its first one"
-        raise ConfigError(f"{where}: {target.model_group} has no version {target.version}; {kept}")
+        raise ConfigError(f"{where}: job {job_id} begins with version {base}; {missing or target.fork}")
+    if published is None:
+        raise ConfigError(f"{where}: {missing}")
     if target.version >= planned:
         raise ConfigError(f"{where}: version {target.version} is the newest one; give an earlier version")
     await _check_pending(log, target, job_id, where)
-    try:
-        await asyncio.to_thread(artifacts.fetch, group.published[target.version].artifact)
-    except StoreUnavailableError:
-        raise
-    except ArtifactError as error:
-        why = collected.reason if collected is not None else error
-        raise ConfigError(
-            f"{where}: its weights were removed: {why}; choose a version whose is_collected in weight_versions is false"
-        ) from error
+    if missing:
+        raise ConfigError(f"{where}: {missing}")
     return RollbackRequested(
         run_id=target.run_id,
         time_ms=time_ms,
@@ -136,13 +133,40 @@ async def rollback_request(
     )
 
 
-def _open_job(progress: "Progress", target: Target) -> "tuple[str, JobProgress]":
-    """The job that trains the model group now. Raises ConfigError if there is none."""
+def _fork(progress: "Progress", target: Target) -> str:
+    """Advice on beginning a new run from a version that exists."""
+    if progress.is_of_shared_model_group:
+        return f"begin a new run from it with `rollstream finetune --fork {target}`"
+    return target.fork
+
+
+def _missing(target: Target, group: "GroupState") -> str:
+    """That the model group has no such version, and which it has."""
+    kept = f"give {min(group.published)} to {max(group.published)}" if group.published else "wait for its first one"
+    return f"{target.model_group} has no version {target.version}; {kept}"
+
+
+async def _removed(
+    artifacts: "ArtifactStore", published: "WeightsPublished", collected: "WeightsCollected | None"
+) -> str:
+    """The reason why the weights of a version are gone; empty if they are there. Raises StoreUnavailableError."""
+    try:
+        await asyncio.to_thread(artifacts.fetch, published.artifact)
+    except StoreUnavailableError:
+        raise
+    except ArtifactError as error:
+        why = collected.reason if collected is not None else error
+        return f"its weights were removed: {why}; choose a version whose is_collected in weight_versions is false"
+    return ""
+
+
+def _open_job(progress: "Progress", target: Target, otherwise: str) -> "tuple[str, JobProgress]":
+    """The job that trains the model group now. Raises ConfigError if there is none; `otherwise`: its advice."""
     from rollstream.schemas.settings import EXTERNAL, FROZEN
 
     where = str(target)
     if progress.ended is not None:
-        raise ConfigError(f"{where}: run {target.run_id} has ended ({progress.ended.cause}); {target.fork}")
+        raise ConfigError(f"{where}: run {target.run_id} has ended ({progress.ended.cause}); {otherwise}")
     jobs = {name: job for name, job in progress.jobs.items() if job.submitted is not None}
     groups = list(dict.fromkeys(job.submitted.model_group for job in jobs.values() if job.submitted))
     own = {name: job for name, job in jobs.items() if job.submitted and job.submitted.model_group == target.model_group}
@@ -152,6 +176,10 @@ def _open_job(progress: "Progress", target: Target) -> "tuple[str, JobProgress]"
             f"it trains: {', '.join(groups) or 'none yet'}"
         )
     for name, job in own.items():
+        if job.submitted is not None and job.submitted.fine_tune is not None:
+            raise ConfigError(
+                f"{where}: jobs of a shared model group train it, and each begins with the newest version; {otherwise}"
+            )
         if job.submitted is not None and job.submitted.settings.kind == EXTERNAL:
             raise ConfigError(
                 f"{where}: another training backend trains it, which keeps its own versions; roll back there"
@@ -163,7 +191,7 @@ def _open_job(progress: "Progress", target: Target) -> "tuple[str, JobProgress]"
         if job.outcome is None:
             return name, job
     name, job = next(reversed(own.items()))
-    raise ConfigError(f"{where}: job {name}, its last one, has {job.outcome}; {target.fork}")
+    raise ConfigError(f"{where}: job {name} has {job.outcome} and no other job trains the model group now; {otherwise}")
 
 
 async def _check_pending(log: "EventLog", target: Target, job_id: str, where: str) -> None:

@@ -209,10 +209,24 @@ async def look_up(log: EventLog, run_id: str) -> Progress:
         raise unknown_run(run_id, (await log.begin_offsets("groups"))[0])
     if any(job.started and not job.submitted for job in progress.jobs.values()):
         raise await _cut_off(log, run_id, "jobs")
-    is_trained_here = any(job.submitted and job.submitted.settings.kind != EXTERNAL for job in progress.jobs.values())
-    if any(job.started for job in progress.jobs.values()) and is_trained_here and progress.weights is None:
+    if any(progress.version_of(group) < 0 for group in _published_groups(progress)):
         raise await _cut_off(log, run_id, "weights")
     return progress
+
+
+def _published_groups(progress: Progress) -> set[str]:
+    """Model groups that have published a version: a run starts its jobs after the first one, a shared model group
+    before it.
+    """
+    found, has_started = set[str](), any(job.started for job in progress.jobs.values())
+    for job in progress.jobs.values():
+        if job.submitted is None or job.submitted.settings.kind == EXTERNAL:
+            continue
+        if job.submitted.fine_tune is None and has_started:
+            found.add(progress.model_group)
+        elif job.submitted.fine_tune is not None and job.has_progressed:
+            found.add(job.submitted.model_group)
+    return found
 
 
 async def _cut_off(log: EventLog, run_id: str, topic: str) -> TruncatedError:

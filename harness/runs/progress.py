@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from rollstream.eventlog import terms
 from rollstream.eventlog.terms import Owner
+from rollstream.learner.shared_model_group.job_queue import GROUP_KEY
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
@@ -91,11 +92,19 @@ class Progress:
     """Newest version by model group and engine."""
 
     @property
+    def is_of_shared_model_group(self) -> bool:
+        """Whether a shared model group began the run: it has no configuration file, and no process conducts it."""
+        return self.run is not None and GROUP_KEY in self.run.config
+
+    @property
     def model_group(self) -> str:
-        """The model group of the job that plans the run's tasks; other jobs may train further ones on its log."""
-        for name in (ids.TRAINING, ids.WARM_START):
-            job = self.job(ids.job_id(self.run_id, name))
-            if (event := job.submitted or job.started) is not None:
+        """The model group of the job that plans the run's tasks; other jobs may train further ones on its log.
+
+        In a run that a shared model group began, that of its first job.
+        """
+        own = (self.job(ids.job_id(self.run_id, name)) for name in (ids.TRAINING, ids.WARM_START))
+        for job in (*own, *(self.jobs.values() if self.is_of_shared_model_group else ())):
+            if (event := job.submitted or job.started or job.skipped) is not None:
                 return event.model_group
         return ids.model_group(self.run_id, ids.MODEL_GROUP)
 

@@ -141,14 +141,32 @@ def test_a_run_or_job_that_is_over_is_refused_with_the_fork_as_remedy(lab: Lab) 
             JobSucceeded(run_id="run-1", time_ms=1, job_id="run-1/rl", model_group=GROUP, final_version=4)
         )
         assert await lab.refusal("run-1@1") == (
-            "run-1/policy@1: job run-1/rl, its last one, has succeeded; begin a new run from it with "
-            "`rollstream finetune --fork run-1@1`"
+            "run-1/policy@1: job run-1/rl has succeeded and no other job trains the model group now; begin a new run "
+            "from it with `rollstream finetune --fork run-1@1`"
         )
         await lab.log.send(RunEnded(run_id="run-1", time_ms=1, cause="completed"))
         assert await lab.refusal("run-1@1") == (
             "run-1/policy@1: run run-1 has ended (completed); begin a new run from it with "
             "`rollstream finetune --fork run-1@1`"
         )
+
+    asyncio.run(scenario())
+
+
+def test_a_fork_is_advised_only_from_a_version_that_exists(lab: Lab) -> None:
+    async def scenario() -> None:
+        await lab.begin()
+        await lab.log.send(
+            JobSucceeded(run_id="run-1", time_ms=1, job_id="run-1/rl", model_group=GROUP, final_version=4)
+        )
+        lab.artifacts.remove(lab.refs[1])
+        for remedy in ("job run-1/rl has succeeded and no other job trains the model group now", "run run-1 has ended"):
+            unknown, removed = await lab.refusal("run-1@9"), await lab.refusal("run-1@1")
+            assert remedy in unknown
+            assert unknown.endswith("; run-1/policy has no version 9; give 0 to 3")
+            assert removed.endswith("; choose a version whose is_collected in weight_versions is false")
+            assert "--fork" not in unknown + removed
+            await lab.log.send(RunEnded(run_id="run-1", time_ms=1, cause="completed"))
 
     asyncio.run(scenario())
 
