@@ -1,5 +1,6 @@
 """Tables of runs and jobs, and the name of a file in errors of writing it."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +44,7 @@ def runs_table(runs: Sequence[Progress]) -> str:
             progress.run_id,
             run_state(progress.ended),
             progress.run.started_at if progress.run else "",
-            ", ".join(f"{ids.name_of(name)} {state_of_job(progress, job)}" for name, job in progress.jobs.items()),
+            _jobs(progress),
             max(0, progress.version + 1),
             _reward(progress),
             _fork(progress.run.parent if progress.run else None),
@@ -51,6 +52,20 @@ def runs_table(runs: Sequence[Progress]) -> str:
         for progress in runs
     ]
     return as_table(("run", "state", "started_at", "jobs", "versions", "last_epoch_reward", "parent"), rows)
+
+
+def _jobs(progress: Progress) -> str:
+    """The state of each job of a run's own; of those that shared model groups have submitted, how many have which."""
+    shown, counts = list[str](), Counter[JobState]()
+    for name, job in progress.jobs.items():
+        if job.skipped is not None or (job.submitted is not None and job.submitted.fine_tune is not None):
+            counts[state_of_job(progress, job)] += 1
+        else:
+            shown.append(f"{ids.name_of(name)} {state_of_job(progress, job)}")
+    if total := counts.total():
+        states = ", ".join(f"{count} {state}" for state, count in counts.items())
+        shown.append(f"{total} fine-tuning job{'s' if total != 1 else ''} ({states})")
+    return ", ".join(shown)
 
 
 def jobs_table(runs: Sequence[Progress], model_group: str | None = None) -> str:
