@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from rollstream.learner.shared_model_group.job_queue import GROUP_KEY
 from rollstream.schemas.errors import ConfigError, NotAllowedError
 from rollstream.schemas.permissions import CODE, COMMAND, FILE, shown
 from rollstream.schemas.variables import conceal, is_secret_name, one_line, variables_in
@@ -20,10 +21,17 @@ _MAX_VALUE = 60
 
 
 def check_stored(stored: Mapping[str, Any], local: Mapping[str, Any], *, run_id: str, trust: bool) -> None:
-    """Raises NotAllowedError listing the code, files and variables that only the run's stored configuration names.
+    """Raises NotAllowedError listing the code, files and variables that only the run's stored configuration names;
+    ConfigError for a run of a shared model group, which has no configuration.
 
     `local`: the user's configuration as written; `trust`: `--trust` was given.
     """
+    if GROUP_KEY in stored:
+        raise ConfigError(
+            f"run {run_id} was begun by a shared model group and has no configuration file, so it cannot be resumed, "
+            "played again or changed by a what-if; open its group again to train it further, or start a new run from "
+            "one of its versions with --fork"
+        )
     known = {name for name, _ in names_in(local)}
     found = {name: path for name, path in reversed(list(names_in(stored))) if name not in known}
     if trust or not found:
