@@ -66,7 +66,7 @@ async def _check_version(
     try:
         await asyncio.to_thread(artifacts.check, published.artifact)
     except ArtifactError as error:
-        why = collected.reason if collected is not None and not isinstance(error, StoreUnavailableError) else error
+        why = error if isinstance(error, StoreUnavailableError) else collected or error
         raise ConfigError(
             f"{location}: its weights were removed: {why}; choose a version whose is_collected in "
             "weight_versions is false"
@@ -78,22 +78,21 @@ def format_fork(point: ForkPoint) -> str:
     return ids.version_name(point.run_id, point.version, point.model_group)
 
 
-async def _published(
-    log: EventLog, point: ForkPoint, name: str, location: str
-) -> tuple[WeightsPublished, WeightsCollected | None]:
-    """The version as the learner will find it, under a term that is not void, and how it was collected, if it was.
+async def _published(log: EventLog, point: ForkPoint, name: str, location: str) -> tuple[WeightsPublished, str]:
+    """The version as the learner will find it, under a term that is not void, and who collected it when, if it was.
 
     Raises ConfigError naming what there is.
     """
     runs: dict[str, None] = {}
     state = LogState()
-    collected: WeightsCollected | None = None
+    collected = ""
     group = ids.model_group(point.run_id, point.model_group or name)
     async for received in read_events(log, ("groups", "weights"), skipped=MOST_RECORDS):
         if isinstance(received.event, RunStarted):
             runs[received.event.run_id] = None
-        if isinstance(received.event, WeightsCollected) and received.event.model_group == group:
-            collected = received.event if point.version in received.event.versions else collected
+        event = received.event
+        if isinstance(event, WeightsCollected) and event.model_group == group and point.version in event.versions:
+            collected = event.reason(received.timestamp_ms)
         evolve(state, received)
     if point.run_id not in runs:
         known = ", ".join(list(runs)[-NAMED_RUNS:]) or "none yet"

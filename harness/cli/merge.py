@@ -94,7 +94,7 @@ async def published_version(log: "EventLog", target: "Target") -> tuple["Weights
 
     group, collected = await versions_of(log, target.model_group, target.version)
     if target.version in group.published:
-        return group.published[target.version], "" if collected is None else collected.reason
+        return group.published[target.version], collected
     if group.published:
         kept = f"has {min(group.published)} to {max(group.published)}"
     else:

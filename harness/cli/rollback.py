@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollstream.eventlog.log import EventLog
     from rollstream.harness.runs.progress import JobProgress, Progress
     from rollstream.learner.progress import GroupState
-    from rollstream.schemas.events import RollbackRequested, WeightsCollected, WeightsPublished
+    from rollstream.schemas.events import RollbackRequested, WeightsPublished
 
 
 class Target(NamedTuple):
@@ -146,16 +146,14 @@ def _missing(target: Target, group: "GroupState") -> str:
     return f"{target.model_group} has no version {target.version}; {kept}"
 
 
-async def _removed(
-    artifacts: "ArtifactStore", published: "WeightsPublished", collected: "WeightsCollected | None"
-) -> str:
+async def _removed(artifacts: "ArtifactStore", published: "WeightsPublished", collected: str) -> str:
     """The reason why the weights of a version are gone; empty if they are there. Raises StoreUnavailableError."""
     try:
         await asyncio.to_thread(artifacts.fetch, published.artifact)
     except StoreUnavailableError:
         raise
     except ArtifactError as error:
-        why = collected.reason if collected is not None else error
+        why = collected or error
         return f"its weights were removed: {why}; choose a version whose is_collected in weight_versions is false"
     return ""
 

@@ -108,11 +108,11 @@ async def records_of(
                 yield received
 
 
-async def versions_of(log: EventLog, model_group: str, version: int) -> tuple[GroupState, WeightsCollected | None]:
-    """A model group's versions, those of void terms left out, and how `version` was collected, if it was."""
-    state, collected = LogState(), None
+async def versions_of(log: EventLog, model_group: str, version: int) -> tuple[GroupState, str]:
+    """A model group's versions, those of void terms left out, and who collected `version` when; empty if nobody did."""
+    state, collected = LogState(), ""
     async for received in records_of(log, "weights", ids.run_of(model_group), model_group):
         evolve_weights(state, received)
         if isinstance(received.event, WeightsCollected) and version in received.event.versions:
-            collected = received.event
+            collected = received.event.reason(received.timestamp_ms)
     return state.group(model_group), collected

@@ -15,7 +15,7 @@ from pathlib import Path
 from rollstream.eventlog import terms
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import decode, kind_of
-from rollstream.eventlog.log import EventLog, Position
+from rollstream.eventlog.log import EventLog, Position, Received
 from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
@@ -97,10 +97,9 @@ class PublishedVersions:
         group, version = named
         known = await self._known(group, version)
         if version in known.collected:
-            event = await self._event(known.collected[version])
-            reason = event.reason if isinstance(event, WeightsCollected) else "collected"
+            reason = await self._reason(known.collected[version])
             raise ModelError(f"player {player}: its weights are gone: {reason}; choose a version that is kept")
-        event = await self._event(known.offsets[version]) if version in known.offsets else None
+        event = (await self._received(known.offsets[version])).event if version in known.offsets else None
         if not isinstance(event, WeightsPublished):
             newest = max(known.offsets, default=None)
             there = (
@@ -129,10 +128,14 @@ class PublishedVersions:
             known.next = record.offset + 1
         return known
 
-    async def _event(self, offset: int) -> Event | None:
-        for record in await self._log.fetch([Position("weights", 0, offset)]):
-            return decode(record).event
-        return None
+    async def _reason(self, offset: int) -> str:
+        received = await self._received(offset)
+        event = received.event
+        return event.reason(received.timestamp_ms) if isinstance(event, WeightsCollected) else "collected"
+
+    async def _received(self, offset: int) -> Received:
+        (record,) = await self._log.fetch([Position("weights", 0, offset)])
+        return decode(record)
 
 
 @dataclass(slots=True)

@@ -79,7 +79,7 @@ class ArtifactNeeds:
                         self.letters[ref.sha256] = ref
         elif kind_of(record) in NAMED:
             try:
-                self._take(decode(record).event)
+                self._take(decode(record).event, record.timestamp_ms)
             except DecodeError:
                 return
 
@@ -95,7 +95,7 @@ class ArtifactNeeds:
         found += [Need(ref, "dead letter", False) for ref in self.letters.values()]
         return list({need.ref.sha256: need for need in reversed(found)}.values())[::-1]
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Event, recorded_ms: int) -> None:
         match event:
             case RunStarted():
                 self.started = self.started or event
@@ -104,7 +104,7 @@ class ArtifactNeeds:
             case WeightsPublished():
                 self.weights.setdefault((event.model_group, event.version), event.artifact)
             case WeightsCollected():
-                self.collected |= dict.fromkeys(event.weights_sha256, event.reason)
+                self.collected |= dict.fromkeys(event.weights_sha256, event.reason(recorded_ms))
             case GroupClosed():
                 self._take_closed(event)
             case BatchPlanned():

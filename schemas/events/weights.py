@@ -389,10 +389,12 @@ class WeightsCollected(WeightEvent):
             raise ValueError("versions, weights_sha256 and artifacts must have equal lengths")
         return self
 
-    @property
-    def reason(self) -> str:
-        """The reason why an artifact of these versions is gone, for a message: who collected it, and when."""
-        at = datetime.fromtimestamp(self.time_ms / 1000, UTC)
+    def reason(self, recorded_ms: int) -> str:
+        """The reason why an artifact of these versions is gone, for a message: who collected it, and when.
+
+        `recorded_ms`: wall-clock time of the record. The event's own time stands still while no producer runs.
+        """
+        at = datetime.fromtimestamp(recorded_ms / 1000, UTC)
         return f"collected by {self.by} at {at:%Y-%m-%d %H:%M:%S} UTC, because keep_last and keep_every do not cover it"
 
     @property

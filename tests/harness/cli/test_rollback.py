@@ -1,6 +1,7 @@
 """Records of `rollstream rollback`, and its refusals with their remedies."""
 
 import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,10 +210,16 @@ def test_a_version_whose_weights_are_gone_is_refused_with_who_removed_them(lab: 
             artifacts=(lab.refs[1],),
             by="learner-1",
         )
+        before = datetime.now(UTC).replace(microsecond=0)
         await lab.log.send(collected)
-        assert await lab.refusal("run-1@1") == (
-            "run-1/policy@1: its weights were removed: collected by learner-1 at 2026-01-02 03:00:00 UTC, because "
-            "keep_last and keep_every do not cover it; choose a version whose is_collected in weight_versions is false"
+        removed = await lab.refusal("run-1@1")
+        begin, at = "run-1/policy@1: its weights were removed: collected by learner-1 at ", len("2026-01-02 03:00:00")
+        assert removed.startswith(begin)
+        written = datetime.strptime(removed.removeprefix(begin)[:at], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
+        assert before <= written <= datetime.now(UTC), "the record's wall-clock time, not the event's time"
+        assert removed.removeprefix(begin)[at:] == (
+            " UTC, because keep_last and keep_every do not cover it; choose a version whose is_collected in "
+            "weight_versions is false"
         )
 
     asyncio.run(scenario())

@@ -99,7 +99,7 @@ def test_a_rollback_is_refused_with_a_fork_of_a_version_that_exists(rig: GroupRi
     asyncio.run(scenario())
 
 
-def test_what_needs_a_configuration_file_is_refused_for_such_a_run(rig: GroupRig) -> None:
+def test_such_a_run_can_be_neither_resumed_nor_changed_as_it_has_no_configuration_file(rig: GroupRig) -> None:
     async def scenario() -> None:
         await (await rig.open()).close()
         (started,) = await rig.events("groups", RunStarted)
