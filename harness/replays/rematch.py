@@ -87,10 +87,14 @@ def task_of(events: RunEvents, name: str) -> TaskRequested:
 
 
 def players_of(events: RunEvents, task: TaskRequested, member: int) -> dict[str, str]:
-    """Players of a member of a task: as recorded if its group has closed, else the versions that the task waits for."""
+    """Players of a member of a task: as recorded if its group has closed, else the versions that the task waits for.
+
+    So are those of seats that sampled nothing, whose members have no version.
+    """
     seats = seats_of(task)
     closed = _closed(events, task)
-    versions = {one.agent: one.min_version for one in closed.members if one.member == member} if closed else {}
+    own = [one for one in closed.members if one.member == member and one.num_completion_tokens] if closed else []
+    versions = {one.agent: one.min_version for one in own}
     trained = {
         agent: ids.player(group, versions.get(agent, task.wanted_version(group)))
         for agent, group in seats.agents.items()

@@ -1,6 +1,7 @@
 """A match played again: equal with its own players, another with others, and clear about who there is not."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 from rollstream.harness.cli.match import lines_of, read_versions, report
 from rollstream.harness.replays import rematch
 from rollstream.replay.source import RunEvents, read_run
+from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError
-from rollstream.schemas.events import RunStarted
+from rollstream.schemas.events import GroupClosed, RunStarted
 from rollstream.schemas.settings import ArtifactRef
 from tests.harness.conftest import configuration
 from tests.rigs.runs.league_rig import GROUP, RUN, League, close_groups, new_engine, play, task
@@ -79,6 +81,25 @@ def test_a_match_with_its_own_players_is_the_recorded_one(tmp_path: Path) -> Non
                 assert set(found.players) == {"X", "O"}
                 assert f"{GROUP}@3" in found.players.values()
                 assert found == await run.again(events, name, member)
+
+    asyncio.run(main())
+
+
+def test_a_seat_without_a_turn_has_the_version_that_the_task_waited_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        run = Recorded(tmp_path)
+        events = await run.events()
+        found = rematch.task_of(events, "0/0")
+        played = rematch.players_of(events, found, 0)
+        event_id = ids.event_id("group_closed", found.group_id)
+        received = events.by_id[event_id]
+        assert isinstance(received.event, GroupClosed)
+        silent = {"min_version": 0, "max_version": 0, "num_completion_tokens": 0}  # the first move ended the match
+        members = tuple(one.model_copy(update=silent) for one in received.event.members)
+        closed = received.event.model_copy(update={"members": members})
+        by_id = {**events.by_id, event_id: received.with_event(closed)}
+        assert rematch.players_of(replace(events, by_id=by_id), found, 0) == played
+        assert f"{GROUP}@3" in played.values()
 
     asyncio.run(main())
 
