@@ -1,12 +1,13 @@
 """Logs whose disk is full: reported once, lines dropped, and on again when there is room."""
 
 import logging
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from rollstream.harness.services.log_handlers import LogFileHandler, StreamHandler
+from rollstream.harness.services.log_handlers import MAX_REMEMBERED, LogFileHandler, Repeats, StreamHandler
 
 logger = logging.getLogger("rollstream.test")
 
@@ -44,3 +45,50 @@ def test_a_stream_on_a_full_disk_prints_no_tracebacks_and_other_errors_are_print
     assert "TypeError" in capsys.readouterr().err
     with suppress(OSError):
         stream.close()
+
+
+def line(text: str, at_s: float, *, name: str = "aiokafka") -> logging.LogRecord:
+    record = logging.LogRecord(name, logging.ERROR, "client.py", 1, "Unable connect to node with id %s", (text,), None)
+    record.created = at_s
+    return record
+
+
+def test_an_outages_equal_lines_of_a_library_are_written_once_in_a_while_with_their_number() -> None:
+    repeats = Repeats()
+    written = [repeats.thinned(line("1", 100 + n / 300)) for n in range(4000)]
+    found = [one.getMessage() for one in written if one is not None]
+    text = "Unable connect to node with id 1"
+    assert found == [text, f"{text} (and 2999 equal lines in the last 10 s)"]
+    assert repeats.thinned(line("2", 100.5)) is not None, "another line"
+    assert repeats.thinned(line("1", 50)) is not None, "the clock was set back"
+
+
+def test_no_line_of_our_own_is_left_out_and_no_more_than_some_lines_are_remembered() -> None:
+    repeats = Repeats()
+    own = line("1", 100, name="rollstream.eventlog.kafka.client")
+    assert all(repeats.thinned(own) is own for _ in range(3))
+    for number in range(10 * MAX_REMEMBERED):
+        assert repeats.thinned(line(str(number), 100)) is not None
+    assert len(repeats._known) == MAX_REMEMBERED
+    for error in (ValueError("one"), ValueError("another")):
+        raised = line("1", 100)
+        raised.exc_info = (ValueError, error, None)
+        assert repeats.thinned(raised) is raised
+    for _ in range(2):
+        told = line("1", 100)
+        told.levelno = logging.INFO
+        assert repeats.thinned(told) is told, "what an environment reports"
+
+
+def test_services_and_finetune_write_repeated_lines_of_libraries_once(capsys: pytest.CaptureFixture[str]) -> None:
+    library = logging.getLogger("some.library")
+    library.propagate = False
+    handler = StreamHandler(sys.stderr)
+    library.addHandler(handler)
+    try:
+        for _ in range(100):
+            library.error("no connection")
+    finally:
+        library.removeHandler(handler)
+        library.propagate = True
+    assert capsys.readouterr().err == "no connection\n"
