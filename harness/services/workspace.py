@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollstream.eventlog.files import obstacle, read_json, update_json
 from rollstream.eventlog.private import make_private
+from rollstream.harness.services.liveness import read_signs
 from rollstream.schemas.errors import BrokerError, ConfigError
 from rollstream.schemas.kafka import KafkaSettings, connection, from_environment, merged, renamed, storable
 from rollstream.schemas.topics import PREFIX
@@ -159,11 +160,25 @@ def broker_of(workspace: Workspace, bootstrap_servers: str | None = None) -> Ite
         yield connection(wanted, block, os.environ)
         return
     if not (workspace.folder / "broker").is_dir():
-        raise ConfigError(
-            f"workspace {workspace.folder} has no runs yet; run `rollstream finetune`, or give another --workspace"
-        )
+        raise ConfigError(_without_broker(workspace))
     with embedded_broker(workspace) as (kafka, _):
         yield renamed(kafka, block)
+
+
+def _without_broker(workspace: Workspace) -> str:
+    """That a workspace names no broker, with the remedy."""
+    signs = read_signs(workspace.health)
+    address = "--bootstrap_servers or ROLLSTREAM_BOOTSTRAP_SERVERS"
+    if signs:
+        names = ", ".join(sorted(sign.name for sign in signs))
+        return (
+            f"workspace {workspace.folder} has services ({names}) and does not name the broker "
+            f"that they use; give its address as {address}"
+        )
+    return (
+        f"workspace {workspace.folder} has no runs yet; run `rollstream finetune`, give another --workspace, or the "
+        f"address of the broker that its services use as {address}"
+    )
 
 
 def on_log(

@@ -164,7 +164,8 @@ def _ask_file(workspace: Path, sql: str, *, limit: int, timeout_s: float) -> Res
     path = metrics_file(workspace)
     if not path.exists():
         raise QueryError(
-            f"workspace {workspace} has no metrics; run `rollstream finetune`, or give another --workspace"
+            f"workspace {workspace} has no metrics; give the --workspace of `rollstream serve metrics`, which has "
+            "those of runs with external services, or run `rollstream finetune`"
         )
     connection = connect(path, read_only=True, config=OPEN_CONFIG)
     try:

@@ -309,7 +309,7 @@ def test_a_port_file_that_a_killed_service_left_is_passed_over(tmp_path: Path) -
 
 
 def test_a_query_of_a_workspace_without_metrics_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(QueryError, match="has no metrics"):
+    with pytest.raises(QueryError, match="has no metrics; give the --workspace of `rollstream serve metrics`"):
         query(tmp_path, "SELECT 1")
 
 
