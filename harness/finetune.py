@@ -68,6 +68,8 @@ class Interrupted(Exception):
         """Whether the log has the run."""
         self.is_open = conducted.is_open
         """Whether the run is still to be ended."""
+        self.outcome = conducted.outcome
+        """Outcome of a run whose model is saved, as far as it has one; None: this process did not get so far."""
 
 
 @dataclass
@@ -76,6 +78,7 @@ class _Conducted:
 
     run: RunContext | None = None
     is_open: bool = False
+    outcome: Outcome | None = None
 
 
 def finetune(request: Request, display: Display) -> Outcome:
@@ -118,7 +121,7 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
             display.finish(progress)
             with _resumable(run, is_open=progress.ended is None):
                 outcome = await end(run.log, run.artifacts, progress, run.run, config)
-                conducted.is_open = False
+                conducted.is_open, conducted.outcome = False, outcome
             if config.builder.services == "managed":
                 outcome = await _with_remarks(outcome, run, run_request, lease.location.workspace)
             supervisor = run.supervisor

@@ -155,11 +155,14 @@ def _interruption(interrupted: "Interrupted", resumed: str | None) -> str:
         return "interrupted before a run was begun" if resumed is None else f"interrupted; run {resumed} is as it was"
     if not interrupted.has_begun:
         return f"interrupted before run {run_id} was begun; nothing was started"
-    if not interrupted.is_open:
-        return f"interrupted; run {run_id} has ended"
-    return (
-        f"interrupted; run {run_id} stays open: `rollstream finetune --config_file FILE --resume {run_id}` continues it"
-    )
+    resumes = f"`rollstream finetune --config_file FILE --resume {run_id}`"
+    if interrupted.is_open:
+        return f"interrupted; run {run_id} stays open: {resumes} continues it"
+    outcome = interrupted.outcome
+    if outcome is None:
+        return f"interrupted; run {run_id} has ended, and its model may not be saved: {resumes} saves it"
+    saved = "no model was saved" if outcome.output_dir is None else f"its model is saved in {outcome.output_dir}"
+    return f"interrupted; run {run_id} has ended ({outcome.status}); {saved}"
 
 
 @click.command()

@@ -13,6 +13,7 @@ from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.cli.finetune import _interruption, stopped_line
 from rollstream.harness.cli.main import one_line
 from rollstream.harness.finetune import Interrupted, _Conducted, _resumable
+from rollstream.harness.runs.outcome import Outcome
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress, evolve
 from rollstream.harness.runs.run_context import RunContext
@@ -49,8 +50,22 @@ def test_an_interrupted_run_can_be_resumed_only_once_the_log_has_it(run: RunCont
     assert early == "interrupted before run run-1 was begun; nothing was started"
     run.begun.set()
     assert RESUMES in _interruption(Interrupted(signal.SIGINT, _Conducted(run, is_open=True)), None)
-    ended = _interruption(Interrupted(signal.SIGINT, _Conducted(run, is_open=False)), None)
-    assert ended == "interrupted; run run-1 has ended"
+
+
+def test_an_interruption_after_the_runs_end_reports_whether_its_model_is_saved(run: RunContext) -> None:
+    run.begun.set()
+    ended = Outcome("run-1", "completed", 3, output_dir=Path("/models/mine"))
+    conducted = _Conducted(run, outcome=ended)
+    reported = _interruption(Interrupted(signal.SIGINT, conducted), None)
+    assert reported == "interrupted; run run-1 has ended (completed); its model is saved in /models/mine"
+    conducted.outcome = ended._replace(status="failed", output_dir=None)
+    reported = _interruption(Interrupted(signal.SIGINT, conducted), None)
+    assert reported == "interrupted; run run-1 has ended (failed); no model was saved"
+    reported = _interruption(Interrupted(signal.SIGINT, _Conducted(run)), "run-1")
+    assert reported == (
+        "interrupted; run run-1 has ended, and its model may not be saved: `rollstream finetune --config_file FILE "
+        "--resume run-1` saves it"
+    )
 
 
 def test_a_run_without_a_version_is_stopped_before_its_first_one(script: SimpleNamespace) -> None:
