@@ -75,9 +75,9 @@ def test_no_line_of_our_own_is_left_out_and_no_more_than_some_lines_are_remember
         raised.exc_info = (ValueError, error, None)
         assert repeats.thinned(raised) is raised
     for _ in range(2):
-        told = line("1", 100)
-        told.levelno = logging.INFO
-        assert repeats.thinned(told) is told, "what an environment reports"
+        reported = line("1", 100)
+        reported.levelno = logging.INFO
+        assert repeats.thinned(reported) is reported, "what an environment reports"
 
 
 def test_services_and_finetune_write_repeated_lines_of_libraries_once(capsys: pytest.CaptureFixture[str]) -> None:
