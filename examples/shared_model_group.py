@@ -1,8 +1,11 @@
 """A prover and a verifier share one model, which SFT, DPO and RL jobs fine-tune one after the other.
 
 All services run in this process, on a log in memory: `python examples/shared_model_group.py FOLDER`, about ten seconds
-on a CPU. With a Kafka log in place of `MemoryLog` and `rollstream serve` for the services, jobs survive the end of this
-process; open the group again and it goes on.
+on a CPU. With a Kafka log in place of `MemoryLog` and `rollstream serve` for the services (docs/shared-models.md shows
+how), jobs survive the end of this process; open the group again and it goes on.
+
+The log-probabilities of the RL job are invented, so the learner warns that engine and learner differ. Yours come from
+the engine that sampled the rollouts; then this warning is to be taken seriously.
 """
 
 import asyncio
@@ -38,7 +41,7 @@ def rollout(prompt: str, answer: str) -> RecordedRollout:
 
 
 def sampled(token: int, reward: float) -> RecordedRollout:
-    """One call with exact tokens and log-probabilities, as RL needs them, and its reward."""
+    """One call with exact tokens, log-probabilities (invented here, else the engine's) and its reward, as RL needs."""
     call = RecordedTokens.of(prompt_ids=[4, 7, 5], completion_ids=[token, 1], logprobs=[-2.3, -0.1])
     return RecordedRollout(steps=(RecordedStep(tokens=call),), rewards=(RecordedReward(value=reward),))
 
@@ -68,6 +71,7 @@ async def fine_tune(group: SharedModelGroup) -> list[str]:
     )
     models.append(await finished(group))
 
+    print("the next job's log-probabilities are invented, so expect a warning about them", file=sys.stderr)
     groups = [[sampled(8, reward=1.0), sampled(9, reward=0.0)] for _ in claims]
     await group.create_rl_fine_tune_job({"prover": groups}, job_name="reinforce")
     models.append(await finished(group))
