@@ -390,10 +390,7 @@ class WeightsCollected(WeightEvent):
         return self
 
     def reason(self, recorded_ms: int) -> str:
-        """The reason why an artifact of these versions is gone, for a message: who collected it, and when.
-
-        `recorded_ms`: wall-clock time of the record. The event's own time stands still while no producer runs.
-        """
+        """The reason why an artifact is gone: who collected it, and when by the record's clock (event time may lag)."""
         at = datetime.fromtimestamp(recorded_ms / 1000, UTC)
         return f"collected by {self.by} at {at:%Y-%m-%d %H:%M:%S} UTC, because keep_last and keep_every do not cover it"
 

@@ -13,6 +13,7 @@ from rollstream.harness.cli.terminal import runs_table
 from rollstream.harness.runs.follower import read_runs
 from rollstream.harness.runs.plan import look_up
 from rollstream.harness.runs.stored_config import check_stored
+from rollstream.replay.archive.export import export_run
 from rollstream.schemas.errors import ConfigError, TruncatedError
 from rollstream.schemas.events import JobProgressed, JobSucceeded, RunEnded, RunStarted, WeightsPublished
 from tests.rigs.runs.group_rig import GROUP, RUN, GroupRig, chat_rollout
@@ -106,5 +107,15 @@ def test_such_a_run_can_be_neither_resumed_nor_changed_as_it_has_no_configuratio
         for trust in (False, True):
             with pytest.raises(ConfigError, match=f"run {RUN} was begun by a shared model group .* no configuration"):
                 check_stored(started.config, {}, run_id=RUN, trust=trust)
+
+    asyncio.run(scenario())
+
+
+def test_such_a_run_can_be_exported(rig: GroupRig, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await succeeded(rig, await trained(rig, 0, 1), 1)
+        folder, artifacts = tmp_path / "export", ArtifactStore(rig.artifact_uri)
+        manifest = await export_run(rig.log, RUN, folder, artifacts=artifacts, with_weights=True)
+        assert {artifact.what for artifact in manifest.artifacts if artifact.file} >= {f"weights {GROUP} v1"}
 
     asyncio.run(scenario())
