@@ -146,7 +146,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """SIGTERM rank by rank, SIGKILL for children still running after the grace period; without a log all ranks at
-        once, and soon.
+        once, and soon. Last errors of children that the run does not need are passed on.
         """
         for rank in sorted({child.spec.stop_rank for child in self._children}):
             has_log = self.has_log()
@@ -160,6 +160,8 @@ class Supervisor:
                 if time.monotonic() > deadline:
                     self._kill(running)
                 await asyncio.sleep(0.02)
+        for error in self._relay.new_errors([child.spec.name for child in self._children if not child.spec.is_needed]):
+            logger.error("%s", error)
 
     def kill(self) -> None:
         """SIGKILL all children at once."""

@@ -57,7 +57,8 @@ def test_with_external_services_trackers_are_only_mentioned(
 
 
 def test_a_tracker_that_ends_again_and_again_fails_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    command = spec("tracker-1", "raise SystemExit('error: no board')").command
+    log = "print('2026-01-01 00:00:00,000 ERROR rollstream.metrics: not all was sent', flush=True)"
+    command = spec("tracker-1", f"{log}; raise SystemExit('error: no board')").command
 
     async def scenario() -> None:
         supervisor = Supervisor([ChildSpec("tracker-1", command, is_needed=False)], tmp_path, first_backoff_s=0.001)
@@ -73,6 +74,7 @@ def test_a_tracker_that_ends_again_and_again_fails_no_run(tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
     assert "error: no board" in caplog.text
+    assert "tracker-1: not all was sent" in caplog.text
 
 
 def test_errors_of_a_tracker_leave_room_for_those_of_services(tmp_path: Path) -> None:
