@@ -22,8 +22,9 @@ RECORD_OVERHEAD_BYTES = 128
 
 
 SEND_TIMEOUT_S = 120.0
-"""An idempotent producer retries without limit; a service that waits longer for acknowledgements should be
-restarted."""
+"""A producer retries without limit (`kafka.client.new_producer`), also while a partition has no leader; a service that
+waits longer for acknowledgements should be restarted.
+"""
 MAX_METADATA_BYTES = 4096
 """Maximum size of a committed offset's metadata: Kafka's default `offset.metadata.max.bytes`, of which brokers count
 characters.

@@ -5,6 +5,7 @@ Also looks up the committed offsets and members of consumer groups without joini
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -33,7 +34,7 @@ CONNECT_TIMEOUT_S = 15.0
 REQUEST_TIMEOUT_MS = 15_000
 CLOSE_TIMEOUT_S = 5.0
 """Maximum seconds for which a producer that is closed waits for acknowledgements. Without a limit of ours it would wait
-until its brokers are back, because aiokafka never gives up a batch of an idempotent producer.
+until its brokers are back, because a producer of `new_producer` never gives up a batch.
 """
 DISCONNECT_TIMEOUT_S = 2.0
 """Maximum seconds for its connections to close then, and for its task to end."""
@@ -142,6 +143,20 @@ def _no_broker(kafka: KafkaSettings, why: str) -> LogError:
     return LogError(
         f"cannot reach a Kafka broker at {kafka.bootstrap_servers}{why}; start one or correct bootstrap_servers"
     )
+
+
+def new_producer(*, patience_s: float, **options: Any) -> AIOKafkaProducer:
+    """An idempotent producer that waits for the leader of a partition without limit, and `patience_s` for room to add a
+    record.
+
+    aiokafka limits both by the timeout of one request. It fails a batch that waits longer while its partition has no
+    leader, even one that it has sent, and goes on with the next sequence number: Kafka then refuses every later record
+    of the partition as out of order. The sender's own deadline fails a record instead.
+    """
+    producer = AIOKafkaProducer(acks="all", enable_idempotence=True, **options)
+    producer._message_accumulator._batch_ttl = math.inf
+    producer._request_timeout_ms = int(patience_s * 1000)
+    return producer
 
 
 async def stop(client: Any) -> None:

@@ -99,10 +99,9 @@ class KafkaLog(OpenedByBlock):
         async with self._making_producer:
             if self._producer is None:
                 lz4_encode.__defaults__ = (LZ4_LEVEL,)
-                producer = AIOKafkaProducer(
+                producer = client.new_producer(
                     **self._common_options(),
-                    acks="all",
-                    enable_idempotence=True,
+                    patience_s=self._send_timeout_s,
                     compression_type="lz4",
                     linger_ms=LINGER_MS,
                     max_batch_size=BATCH_BYTES,
