@@ -1,6 +1,6 @@
 """Dead letters: records that cannot be used, unchanged, with the reason in Kafka Connect's error headers.
 
-`send_dead_letter` writes one, `original` restores the record, `send_again` sends it to its source partition and writes
+`send_dead_letter` writes one, `original` restores the record, `send_again` sends it to its topic again and writes
 a redrive record to the dead-letter topic, which `redriven` reads. `DeadLetterIndex` tells which records have a dead
 letter: readers that read a partition again skip them, even if newer code could decode them, because nobody has answered
 them at that offset. A redriven record counts.
@@ -112,7 +112,7 @@ class Redriven(NamedTuple):
 
 
 async def send_again(log: EventLog, record: Record, letter: int) -> Position:
-    """Send a letter's record to its own partition.
+    """Send a letter's record to its partition.
 
     1. The record is acknowledged. 2. The redrive record is acknowledged. After a crash between the two the record may
     be sent once more; readers drop the repeat.

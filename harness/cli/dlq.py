@@ -94,7 +94,10 @@ def redrive(
     bootstrap_servers: str | None,
     workspace: Path,
 ) -> None:
-    """Send the records of dead letters NUMBERS again, each to its own topic and partition: all of them or none."""
+    """Send the records of dead letters NUMBERS again, each to its topic and to the partition where its event belongs.
+
+    All are checked before the first is sent. If sending one fails, those before it are sent: `dlq list` shows which.
+    """
     from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.eventlog.log import format_position
     from rollstream.harness.upkeep.dead_letters import prepare, send

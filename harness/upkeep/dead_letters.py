@@ -10,9 +10,18 @@ import orjson
 
 from rollstream.eventlog import codec, dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Position, Record, TopicPartition, check_record_size, format_position
+from rollstream.eventlog.log import (
+    EventLog,
+    Position,
+    Record,
+    TopicPartition,
+    check_record_size,
+    format_position,
+    partition_of,
+)
 from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import DecodeError, LogError, TruncatedError
+from rollstream.schemas.events import Tick
 from rollstream.schemas.ids import run_of
 from rollstream.schemas.topics import TOPICS
 
@@ -115,12 +124,13 @@ async def prepare(
         if any(one.letter.came_from == letter.came_from for one in prepared):
             raise LogError(f"dead letter {number} has the same record as another given one; give only one of them")
         record = dead_letters.original(stored, artifacts)
+        await _check_source(log, number, record)
         prepared.append(Redrive(letter, await _checked(log, number, _corrected(record, value), force=force)))
     return prepared
 
 
 async def send(log: EventLog, prepared: Iterable[Redrive]) -> list[Position]:
-    """Send the prepared records, each to its own topic and partition; returns their new positions."""
+    """Send the prepared records in turn; returns their new positions."""
     return [await dead_letters.send_again(log, one.record, one.letter.number) for one in prepared]
 
 
@@ -144,7 +154,8 @@ def _corrected(record: Record, value: bytes | None) -> Record:
     return replace(record, key=encoded.key, value=value, headers=(*own, *kept))
 
 
-async def _checked(log: EventLog, number: int, record: Record, *, force: bool) -> Record:
+async def _check_source(log: EventLog, number: int, record: Record) -> None:
+    """Raises LogError for a letter whose record is not of this log."""
     if record.topic == dead_letters.LINES:
         file = (record.key or b"").decode(errors="replace")
         raise LogError(
@@ -156,8 +167,15 @@ async def _checked(log: EventLog, number: int, record: Record, *, force: bool) -
             f"dead letter {number} came from {format_position(record.position)}, but this partition does not "
             "exist; redrive it on the log that it came from"
         )
+
+
+async def _checked(log: EventLog, number: int, record: Record, *, force: bool) -> Record:
+    """The record in the partition that it is sent to: its event's own, or where it was if it cannot be decoded."""
+    num_partitions = await log.num_partitions(record.topic)
     try:
-        codec.decode(record, num_partitions=await log.num_partitions(record.topic))
+        own = _in_own_partition(record, num_partitions)
+        codec.decode(own, num_partitions=num_partitions)
+        record = own
     except DecodeError as error:
         if not force:
             raise DecodeError(
@@ -169,6 +187,13 @@ async def _checked(log: EventLog, number: int, record: Record, *, force: bool) -
     except LogError as error:
         raise LogError(f"dead letter {number} cannot be redriven: {error}") from error
     return record
+
+
+def _in_own_partition(record: Record, num_partitions: int) -> Record:
+    """The record where its event belongs. Raises DecodeError."""
+    event, _ = codec.parse(record.topic, record.value)
+    own = event.partition if isinstance(event, Tick) else partition_of(event.key, num_partitions)
+    return replace(record, partition=own) if 0 <= own < num_partitions else record
 
 
 async def _fetch(log: EventLog, number: int) -> Record:

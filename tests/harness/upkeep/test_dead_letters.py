@@ -19,7 +19,7 @@ from rollstream.harness.recorded.ingest import send_letters
 from rollstream.harness.recorded.lines import BadLine
 from rollstream.harness.upkeep.dead_letters import Letter, Redrive, prepare, read_letter, read_letters, send
 from rollstream.schemas.errors import DecodeError, LogError, RollstreamError
-from rollstream.schemas.events import RewardRecorded
+from rollstream.schemas.events import RewardRecorded, Tick
 from rollstream.schemas.topics import MIB
 
 GROUP = "run-1/rl/e00000/t00000"
@@ -114,11 +114,29 @@ def test_a_dead_letter_that_still_cannot_be_decoded_is_refused_before_anything_i
     asyncio.run(go())
 
 
-def test_a_record_in_a_partition_that_is_not_its_own_is_refused() -> None:
+@pytest.mark.parametrize("how", [{}, {"value": GOOD.value}, {"force": True}])
+def test_an_event_in_a_foreign_partition_is_sent_to_its_own(how: dict[str, Any]) -> None:
     async def go() -> None:
         log = MemoryLog(num_partitions=PARTITIONS)
         number = await add_dead_letter(log, GOOD.value, partition=(OWN + 1) % PARTITIONS)
-        with pytest.raises(DecodeError, match=rf"wrong partition: .* belongs to {OWN}"):
+        (to,) = await redrive(log, number, **how)
+        assert format_position(to) == f"steps/{OWN}@0"
+        assert codec.decode((await log.fetch([to]))[0], num_partitions=PARTITIONS).event == reward()
+        (letter,) = await read_letters(log)
+        assert letter.redriven_to == (to,)
+
+    asyncio.run(go())
+
+
+def test_a_tick_belongs_to_the_partition_that_it_names() -> None:
+    async def go() -> None:
+        log = MemoryLog(num_partitions=PARTITIONS)
+        made = codec.encode(Tick(run_id="", time_ms=1, partition=2))
+        number = await add_dead_letter(log, made.value, key=made.key, partition=0)
+        assert format_position((await redrive(log, number))[0]) == "steps/2@0"
+        made = codec.encode(Tick(run_id="", time_ms=1, partition=7))
+        number = await add_dead_letter(log, made.value, key=made.key, partition=0)
+        with pytest.raises(DecodeError, match=r"wrong partition: .* belongs to 7"):
             await redrive(log, number)
 
     asyncio.run(go())
@@ -203,7 +221,7 @@ def test_a_line_that_was_to_be_ingested_is_refused_with_what_to_do() -> None:
         with pytest.raises(
             LogError, match=r"dead letter 0 is line 41 of in\.jsonl, .*; correct the line and ingest it"
         ):
-            await redrive(log, 0, value=b"{}")
+            await redrive(log, 0, value=GOOD.value)
         (letter,) = await read_letters(log)
         assert _remedies([letter]) == "correct the line of a letter of service ingest in its file, and ingest it again"
         number = await add_dead_letter(log, b"{")
