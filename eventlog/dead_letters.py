@@ -225,6 +225,7 @@ class DeadLetterIndex:
         """Offsets of dead records on which a fold raised, by partition."""
         self._waiting: dict[TopicPartition, deque[tuple[int, int]]] = {}
         """The same in the order of the letters, without those that `needed_from` has passed."""
+        self._num_drops = 0
         self._reading = asyncio.Lock()
 
     async def refresh(self, since: int = 0) -> None:
@@ -235,9 +236,9 @@ class DeadLetterIndex:
             if self._begin is None:
                 self._begin = self._next_offset = since
             while since < self._begin:
-                known_from = self._begin
+                known_from, num_drops = self._begin, self._num_drops
                 await self._read(since, known_from)
-                if self._begin == known_from:  # otherwise, letters were forgotten meanwhile
+                if (self._begin, self._num_drops) == (known_from, num_drops):  # no letters were forgotten meanwhile
                     self._begin = since
             await self._read(self._next_offset, end)
             self._next_offset = max(self._next_offset, end)
@@ -284,6 +285,15 @@ class DeadLetterIndex:
             letter, offset = waiting.popleft()
             self._forget(where, offset, letter)
         return waiting[0][0] if waiting else self._next_offset
+
+    def drop(self, where: TopicPartition) -> None:
+        """Forget the letters about a partition's records; `refresh` reads them again for an assignment of it."""
+        letters = self._letters.pop(where, {})
+        self._fold_errors.pop(where, None)
+        self._waiting.pop(where, None)
+        self._num_drops += 1
+        if letters:
+            self._begin = max(self._begin or 0, max(letters.values()) + 1)
 
     def _forget(self, where: TopicPartition, offset: int, letter: int) -> None:
         self._letters[where].pop(offset, None)

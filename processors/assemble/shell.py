@@ -60,7 +60,7 @@ class AssembleShell:
         self._log = log
         self._evolve = evolve
         self._num_partitions: int | None = None
-        self._dead = DeadRecords(log, artifacts, service=service, stage="assemble")
+        self._dead = DeadRecords(log, artifacts, topic=self.topic, service=service, stage="assemble")
         self._num_read = 0
         self._acknowledgement = Acknowledgement()
         self._partitions: dict[int, _Partition] = {}
@@ -146,7 +146,7 @@ class AssembleShell:
         """Forget partitions; their next owner repeats the sends in progress."""
         for partition in partitions:
             self._partitions.pop(partition, None)
-            self._dead.forget(TopicPartition(self.topic, partition))
+            self._dead.drop(TopicPartition(self.topic, partition))
 
     async def failed(self) -> None:
         """Return once a send has failed; `drain` raises its error."""

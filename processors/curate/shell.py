@@ -94,7 +94,7 @@ class CurateShell:
         """
         self._log = log
         self._evolve = evolve
-        self._dead = DeadRecords(log, artifacts, service=service, stage="curate")
+        self._dead = DeadRecords(log, artifacts, topic=self.topic, service=service, stage="curate")
         self._groups = GroupsReader(log)
         self._artifacts = artifacts
         self._retry = retry

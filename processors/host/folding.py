@@ -107,13 +107,13 @@ class FaultyRuns:
 class DeadRecords:
     """Records with a dead letter: of any worker, as far as `dlq` was read, and poison that was found here since."""
 
-    def __init__(self, log: EventLog, artifacts: ArtifactStore | None, *, service: str, stage: str) -> None:
-        """Letters name `service`, and `stage` where a record cannot be decoded."""
+    def __init__(self, log: EventLog, artifacts: ArtifactStore | None, *, topic: str, service: str, stage: str) -> None:
+        """Letters are about records of `topic`; they name `service`, and `stage` where a record cannot be decoded."""
         self._log = log
         self._artifacts = artifacts
         self._service = service
         self._stage = stage
-        self._index = DeadLetterIndex(log)
+        self._index = DeadLetterIndex(log, (topic,))
         self._poison: dict[TopicPartition, set[int]] = {}
         """Offsets of records on which the fold has raised here, by partition."""
 
@@ -155,6 +155,11 @@ class DeadRecords:
         known = self._poison.pop(where, set[int]())
         if before is not None and (kept := {offset for offset in known if offset >= before}):
             self._poison[where] = kept
+
+    def drop(self, where: TopicPartition) -> None:
+        """Forget a partition that is another member's now; `refresh` reads its letters again if it comes back."""
+        self.forget(where)
+        self._index.drop(where)
 
     async def send(self, record: Record, error: DecodeError | FoldError) -> None:
         """Send a record to the dead letters; returns once it is acknowledged. As `send_dead_letter`."""

@@ -79,6 +79,65 @@ def test_letters_before_are_read_when_an_older_assignment_needs_them():
     asyncio.run(go())
 
 
+def test_letters_of_a_revoked_partition_are_dropped_and_read_when_it_comes_back():
+    async def go():
+        log = CountingLog(num_partitions=2)
+        for offset in range(10):
+            await add_dead_letter(log, offset, partition=offset % 2)
+        found = DeadLetterIndex(log)
+        await found.refresh(2)
+        found.drop(STEPS)
+        assert found.offsets(STEPS) == found.poison(STEPS) == set()
+        assert found.offsets(TopicPartition("steps", 1)) == {3, 5, 7, 9}
+        counted(log)
+        await found.refresh(9)
+        assert counted(log)["dlq"] == 0
+        await found.refresh(4)
+        assert found.offsets(STEPS) == found.poison(STEPS) == {4, 6, 8}
+        assert found.needed_from(STEPS, 5) == 6
+
+    asyncio.run(go())
+
+
+def test_letters_that_are_read_while_their_partition_is_revoked_are_read_again():
+    async def go():
+        log = CountingLog(num_partitions=1)
+        for offset in range(10):
+            await add_dead_letter(log, offset)
+        found = DeadLetterIndex(log)
+        await found.refresh(8)
+        read = found._read
+
+        async def revoked_meanwhile(begin, end):
+            await read(begin, end)
+            found._read = read
+            found.drop(STEPS)
+
+        found._read = revoked_meanwhile
+        await found.refresh(4)
+        assert found.offsets(STEPS) == {4, 5, 6, 7, 8, 9}
+
+    asyncio.run(go())
+
+
+def test_a_shell_keeps_no_letter_of_another_topic_or_of_a_partition_that_was_revoked(tmp_path):
+    async def go():
+        log = CountingLog(num_partitions=2)
+        for topic in ("ingest", "groups", "steps"):
+            for partition in (0, 1):
+                await add_dead_letter(log, 0, topic=topic, partition=partition)
+        assembly = AssembleShell(log, None, service="p")
+        await assembly.prepare(0, 0)
+        assert sorted(assembly._dead._index._letters) == [("steps", 0), ("steps", 1)]
+        assembly.drop([0])
+        assert sorted(assembly._dead._index._letters) == [("steps", 1)]
+        curation = CurateShell(log, ArtifactStore(str(tmp_path)), service="p")
+        await curation.prepare(0, 0)
+        assert {topic for topic, _ in curation._dead._index._letters} == {"groups"}
+
+    asyncio.run(go())
+
+
 def test_assembly_reads_no_letter_of_what_it_will_not_fold_again():
     async def go():
         log = CountingLog(num_partitions=1)
