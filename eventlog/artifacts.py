@@ -6,15 +6,12 @@ file outside of it. Artifacts of a remote store are copied into a local cache, o
 killed leaves its copies to the next one, which removes them.
 """
 
-import atexit
 import errno
-import functools
 import hashlib
 import io
 import os
 import re
 import secrets
-import shutil
 import stat
 import tempfile
 import threading
@@ -22,11 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import fsspec
 
-from rollstream.eventlog.files import HashedFile, linked, own_number, replacing, sha256_of
+from rollstream.eventlog.files import HashedFile, linked, replacing, sha256_of
+from rollstream.eventlog.private import own_cache
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.variables import conceal, expand
@@ -211,8 +209,7 @@ class ArtifactStore:
     def _copy_of(self, ref: ArtifactRef, name: str) -> Path:
         cache = self._given_cache
         if cache is None:
-            with _MAKING_CACHE:
-                cache = _own_cache(Path(tempfile.gettempdir()), os.getpid()).folder
+            cache = own_cache(Path(tempfile.gettempdir()))
         return cache / ref.sha256[:2] / (ref.sha256 + Path(name).suffix)
 
     def _concealed(self, error: Exception) -> str:
@@ -339,49 +336,6 @@ def _write_whole(path: Path, source: BinaryIO, sha256: str) -> str:
         if found != sha256:
             raise _OtherBytes
     return found
-
-
-_MAKING_CACHE = threading.Lock()
-
-
-class _Cache(NamedTuple):
-    folder: Path
-    lock: IO[str]
-
-
-@functools.cache
-def _own_cache(temporary: Path, pid: int) -> _Cache:
-    """The folder of a process (`pid`) for copies, without those of a process before. Raises ArtifactError."""
-    base = temporary / f"rollstream-artifacts-{os.getuid()}"
-    _check_private(base)
-    try:
-        number, lock = own_number(base, "{}.lock")
-    except OSError as error:
-        raise StoreUnavailableError(
-            f"artifacts cannot be copied to {base}: {error}; make room there, or set TMPDIR to another folder"
-        ) from error
-    folder = base / str(number)
-
-    def leave() -> None:
-        if os.getpid() == pid:  # a process that is forked from this one has another cache
-            shutil.rmtree(folder, ignore_errors=True)
-        lock.close()
-
-    shutil.rmtree(folder, ignore_errors=True)
-    atexit.register(leave)
-    return _Cache(folder, lock)
-
-
-def _check_private(folder: Path) -> None:
-    """Raises ArtifactError if the cache folder in a world-writable directory is accessible to other users."""
-    with suppress(FileExistsError):
-        folder.mkdir(mode=stat.S_IRWXU, parents=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ArtifactError(
-            f"folder {folder} is accessible to other users (its mode must be 0700); remove it, or set TMPDIR to "
-            f"another folder"
-        )
 
 
 def _protocols(filesystem: Any) -> tuple[str, ...]:

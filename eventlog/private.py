@@ -1,15 +1,20 @@
-"""Folders and files that only their owner can read: a workspace and its secrets."""
+"""Folders and files that only their owner can read: a workspace, its secrets, and a process's copies of artifacts."""
 
+import atexit
 import errno
+import functools
 import logging
 import os
 import secrets
+import shutil
 import stat
+import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, NamedTuple
 
-from rollstream.eventlog.files import write_whole
-from rollstream.schemas.errors import ConfigError
+from rollstream.eventlog.files import own_number, write_whole
+from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 """Permissions of everybody but the owner."""
@@ -79,3 +84,51 @@ def token_in(path: Path) -> str:
     token = secrets.token_hex(MIN_TOKEN_CHARS)
     write_whole(path, token)
     return token
+
+
+_MAKING_CACHE = threading.Lock()
+
+
+class _Cache(NamedTuple):
+    folder: Path
+    lock: IO[str]
+
+
+def own_cache(temporary: Path) -> Path:
+    """This process's folder for copies of remote artifacts, without those of a process before. Raises ArtifactError."""
+    with _MAKING_CACHE:
+        return _own_cache(temporary, os.getpid()).folder
+
+
+@functools.cache
+def _own_cache(temporary: Path, pid: int) -> _Cache:
+    base = temporary / f"rollstream-artifacts-{os.getuid()}"
+    _check_private(base)
+    try:
+        number, lock = own_number(base, "{}.lock")
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"artifacts cannot be copied to {base}: {error}; make room there, or set TMPDIR to another folder"
+        ) from error
+    folder = base / str(number)
+
+    def leave() -> None:
+        if os.getpid() == pid:  # a process that is forked from this one has another cache
+            shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+    shutil.rmtree(folder, ignore_errors=True)
+    atexit.register(leave)
+    return _Cache(folder, lock)
+
+
+def _check_private(folder: Path) -> None:
+    """Raises ArtifactError if the cache folder in a world-writable directory is accessible to other users."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=stat.S_IRWXU, parents=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ArtifactError(
+            f"folder {folder} is accessible to other users (its mode must be 0700); remove it, or set TMPDIR to "
+            f"another folder"
+        )
