@@ -62,6 +62,8 @@ class ArtifactStore:
         self._is_local = "file" in _protocols(self._filesystem)
         self._errors: type[Exception] = OSError if self._is_local else Exception
         """Exceptions of the filesystem in an outage: clients of object stores have classes of their own."""
+        self._was_there = False
+        """Whether this process has found or stored an artifact in a local store."""
         self._given_cache = cache
         self._num_uses: Counter[str] = Counter()
         """Calls of `fetch` whose copies are not dropped, by sha256: of remote artifacts."""
@@ -252,14 +254,26 @@ class ArtifactStore:
         ):
             if self._has(ref, name):
                 return ref
+            self._check_mounted()
             if link_to is None or not self._is_local or not linked(link_to, Path(name)):
                 _verify(ref, self._write(name, source, sha256))
+        self._was_there = True
         return ref
+
+    def _check_mounted(self) -> None:
+        """Raises StoreUnavailableError for a folder in which there were artifacts, and now there is nothing: what is
+        written below a mount point is hidden once it is mounted. A new store is empty too.
+        """
+        if self._is_local and self._was_there and _is_bare(Path(self._root)):
+            raise StoreUnavailableError(
+                f"artifact store {self.uri} is empty, and had artifacts before; mount it again, or restart to begin a "
+                "new one"
+            )
 
     def _unreadable(self, ref: ArtifactRef, error: Exception) -> ArtifactError:
         """The error for an artifact that cannot be read: it is missing, or its store is or was unreachable."""
         is_away = self._is_local and (  # the whole store, like a folder that is not mounted
-            not Path(self._root).exists() or Path(self._locate(ref)).exists()
+            _is_bare(Path(self._root)) or Path(self._locate(ref)).exists()
         )
         what = f"artifact {ref.uri} of store {self.uri} cannot be read: {self._concealed(error)}"
         if self._is_of_one_file(error):
@@ -287,9 +301,11 @@ class ArtifactStore:
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # reading a device or a pipe may never end
                 raise ArtifactError(f"artifact {ref.uri} is not a regular file; restore it from a copy")
-            return sha256_of(path)
+            found = sha256_of(path)
         except OSError as error:
             raise self._unreadable(ref, error) from error
+        self._was_there = True
+        return found
 
     def _has(self, ref: ArtifactRef, name: str) -> bool:
         if not self._filesystem.exists(name) or self._filesystem.size(name) != ref.size_bytes:
@@ -313,6 +329,17 @@ class ArtifactStore:
                 self._filesystem.rm_file(temporary)
             raise
         return found
+
+
+def _is_bare(folder: Path) -> bool:
+    """Whether a store is missing or its mount point empty: folders of artifacts stay when their files are removed."""
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is None
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def _copy(source: BinaryIO, target: BinaryIO) -> str:

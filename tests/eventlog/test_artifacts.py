@@ -14,7 +14,7 @@ import pytest
 
 from rollstream.eventlog.artifacts import CHUNK_BYTES, ArtifactStore
 from rollstream.eventlog.files import write_hashed
-from rollstream.schemas.errors import ArtifactError
+from rollstream.schemas.errors import ArtifactError, StoreUnavailableError
 from rollstream.schemas.settings import ArtifactRef
 
 DATA = b"weights" * 1000
@@ -214,6 +214,48 @@ def test_a_missing_artifact_is_named_with_the_remedy(store: ArtifactStore) -> No
     for use in (store.fetch, store.read):
         with pytest.raises(ArtifactError, match=r"aa/a{64} of store .* cannot be read: .*artifact_uri"):
             use(gone)
+
+
+@pytest.mark.parametrize("state", ["missing", "empty", "with_files"])
+def test_a_store_that_is_not_mounted_is_away_and_its_artifacts_are_not_gone(state: str, tmp_path: Path) -> None:
+    root = tmp_path / "mount"
+    gone = ArtifactRef(uri=f"aa/{'a' * 64}", sha256="a" * 64, size_bytes=1)
+    if state != "missing":
+        root.mkdir()
+    if state == "with_files":
+        ArtifactStore(str(root)).put_bytes(DATA)
+    store = ArtifactStore(str(root))
+    for use in (store.fetch, store.read, store.check):
+        with pytest.raises(ArtifactError) as found:
+            use(gone)
+        assert isinstance(found.value, StoreUnavailableError) == (state != "with_files")
+
+
+def test_a_store_of_which_every_artifact_was_removed_is_not_away(tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path))
+    ref = store.put_bytes(DATA)
+    store.remove(ref)
+    with pytest.raises(ArtifactError) as found:
+        store.read(ref)
+    assert not isinstance(found.value, StoreUnavailableError)
+    assert store.put_bytes(DATA) == ref
+
+
+def test_nothing_is_written_below_a_mount_point_whose_store_was_there(tmp_path: Path) -> None:
+    root = tmp_path / "mount"
+    root.mkdir()
+    writer, reader = ArtifactStore(str(root)), ArtifactStore(str(root))
+    ref = writer.put_bytes(DATA)
+    reader.fetch(ref)
+    root.rename(tmp_path / "elsewhere")
+    root.mkdir()
+    for store in (writer, reader):
+        with pytest.raises(StoreUnavailableError, match="is empty, and had artifacts before; mount it again"):
+            store.put_bytes(b"other")
+    assert list(root.iterdir()) == []
+    root.rmdir()
+    (tmp_path / "elsewhere").rename(root)
+    assert writer.put_bytes(b"other") == reader.put_bytes(b"other")
 
 
 def test_a_missing_source_file_is_named(store: ArtifactStore, tmp_path: Path) -> None:
