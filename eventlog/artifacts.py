@@ -30,6 +30,8 @@ from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.variables import conceal, expand
 
 CHUNK_BYTES = 1 << 20
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "tos", "tosfs"})
+"""fsspec's protocols of stores with buckets (at Azure, containers)."""
 _SUFFIX = re.compile(r"(\.[A-Za-z0-9_-]{1,32}){0,2}")
 _FILE = re.compile(rf"(?P<sha256>[0-9a-f]{{64}}){_SUFFIX.pattern}")
 
@@ -315,7 +317,9 @@ class ArtifactStore:
     def _write(self, name: str, source: BinaryIO, sha256: str) -> str:
         if self._is_local:
             return _write_whole(Path(name), source, sha256)
-        self._filesystem.makedirs(name.rsplit("/", 1)[0], exist_ok=True)
+        is_in_bucket = not _OBJECT_STORES.isdisjoint(_protocols(self._filesystem))
+        if not is_in_bucket:  # there are no folders in it, and a bucket of a misspelt name would be created
+            self._filesystem.makedirs(name.rsplit("/", 1)[0], exist_ok=True)
         temporary = f"{name}.{secrets.token_hex(4)}.aside"
         try:
             with self._filesystem.open(temporary, "wb") as target:
@@ -324,9 +328,14 @@ class ArtifactStore:
                 self._filesystem.mv(temporary, name)
                 return found
             self._filesystem.rm_file(temporary)
-        except BaseException:
+        except BaseException as error:
             with suppress(self._errors):
                 self._filesystem.rm_file(temporary)
+            if is_in_bucket and isinstance(error, FileNotFoundError):
+                raise ArtifactError(
+                    f"the bucket of artifact store {self.uri} does not exist ({self._concealed(error)}); create it, or "
+                    "correct artifact_uri"
+                ) from error
             raise
         return found
 

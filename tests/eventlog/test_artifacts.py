@@ -16,6 +16,7 @@ from rollstream.eventlog.artifacts import CHUNK_BYTES, ArtifactStore
 from rollstream.eventlog.files import write_hashed
 from rollstream.schemas.errors import ArtifactError, StoreUnavailableError
 from rollstream.schemas.settings import ArtifactRef
+from tests.rigs.remote_outage import Buckets
 
 DATA = b"weights" * 1000
 
@@ -189,6 +190,21 @@ def test_a_partial_upload_is_not_in_a_remote_store(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="broke off"):
         store._put(BrokenOff(DATA), sha256, len(DATA), "")
     assert store.listing() == {}
+    assert store.read(store.put_bytes(DATA)) == DATA
+
+
+def test_a_bucket_that_does_not_exist_is_named_and_not_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUCKET", "my-typo")
+    store = ArtifactStore("memory://${BUCKET}/artifacts")
+    store._filesystem = Buckets()
+    with pytest.raises(
+        ArtifactError,
+        match=r"bucket of artifact store memory://\$\{BUCKET\}/artifacts does not exist \(The .*; create it",
+    ) as missing:
+        store.put_bytes(DATA)
+    assert not isinstance(missing.value, StoreUnavailableError), "it is not tried again"
+    assert Buckets.names == set()
+    monkeypatch.setattr(Buckets, "names", {"my-typo"})
     assert store.read(store.put_bytes(DATA)) == DATA
 
 

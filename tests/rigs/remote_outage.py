@@ -1,4 +1,6 @@
-"""A remote filesystem that is away for a while and raises an exception that is not an OSError, as cloud clients do."""
+"""Remote filesystems: one that is away for a while and raises an exception that is not an OSError, as cloud clients do,
+and one of buckets, as an object store is.
+"""
 
 from typing import Any, ClassVar
 
@@ -47,6 +49,27 @@ class RemoteFileSystem(MemoryFileSystem):
 
     def open(self, path: str, *arguments: Any, **options: Any) -> Any:
         self.answer()
+        return super().open(path, *arguments, **options)
+
+
+class Buckets(MemoryFileSystem):
+    """An object store with the buckets in `names`: `makedirs` creates one, as s3fs's does, and `open` never."""
+
+    store: ClassVar[dict[str, Any]] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    protocol = ("memory", "s3")  # pyright: ignore[reportAssignmentType]
+    names: ClassVar[set[str]] = set()
+
+    @staticmethod
+    def bucket_of(path: str) -> str:
+        return str(path).removeprefix("s3://").strip("/").partition("/")[0]
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.names.add(self.bucket_of(path))
+
+    def open(self, path: str, *arguments: Any, **options: Any) -> Any:
+        if self.bucket_of(path) not in self.names:
+            raise FileNotFoundError("The specified bucket does not exist")
         return super().open(path, *arguments, **options)
 
 
