@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from rollstream.eventlog.files import HashedFile, linked, replacing, sha256_of
+from rollstream.eventlog.files import HashedFile, linked, replacing, sha256_of, sync_folder
 from rollstream.eventlog.private import own_cache
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 from rollstream.schemas.settings import ArtifactRef
@@ -254,11 +254,12 @@ class ArtifactStore:
                 "make it writable or set another artifact_uri"
             )
         ):
-            if self._has(ref, name):
-                return ref
-            self._check_mounted()
-            if link_to is None or not self._is_local or not linked(link_to, Path(name)):
-                _verify(ref, self._write(name, source, sha256))
+            if not self._has(ref, name):
+                self._check_mounted()
+                if link_to is None or not self._is_local or not linked(link_to, Path(name)):
+                    _verify(ref, self._write(name, source, sha256))
+            if self._is_local:  # also if another process has just given the name: the log will refer to it
+                _sync_names(Path(name).parent, Path(self._root))
         self._was_there = True
         return ref
 
@@ -338,6 +339,16 @@ class ArtifactStore:
                 ) from error
             raise
         return found
+
+
+def _sync_names(*folders: Path) -> None:
+    """Have the folders' names of files on the disk, where the file system and its permissions allow it."""
+    for folder in folders:
+        try:
+            sync_folder(folder)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+                raise
 
 
 def _is_bare(folder: Path) -> bool:

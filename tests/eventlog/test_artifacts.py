@@ -1,5 +1,6 @@
 """Artifacts: stored by hash, verified before use, and clear about what is wrong."""
 
+import errno
 import hashlib
 import io
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from rollstream.eventlog import artifacts
 from rollstream.eventlog.artifacts import CHUNK_BYTES, ArtifactStore
 from rollstream.eventlog.files import write_hashed
 from rollstream.schemas.errors import ArtifactError, StoreUnavailableError
@@ -272,6 +274,44 @@ def test_nothing_is_written_below_a_mount_point_whose_store_was_there(tmp_path: 
     root.rmdir()
     (tmp_path / "elsewhere").rename(root)
     assert writer.put_bytes(b"other") == reader.put_bytes(b"other")
+
+
+def test_an_artifacts_name_is_on_the_disk_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def noted(handle: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{handle}"), any(store_folder.rglob("*.bin"))))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    for number, put in enumerate(("put_bytes", "put_hashed", "put_again")):
+        store_folder = tmp_path / put
+        store = ArtifactStore(str(store_folder))
+        if put == "put_hashed":
+            ref = store.put_hashed(write_hashed([DATA], tmp_path / f"{number}", lambda sha256: sha256), ".bin")
+        else:
+            ref = store.put_bytes(DATA, ".bin")
+        if put == "put_again":
+            synced.clear()
+            store.put_bytes(DATA, ".bin")
+        folder = store_folder / ref.uri.partition("/")[0]
+        assert synced[-2:] == [(str(folder), True), (str(store_folder), True)]
+
+
+def test_a_file_system_that_syncs_no_folders_has_a_store_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(folder: Path) -> None:
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(artifacts, "sync_folder", refused)
+    store = ArtifactStore(str(tmp_path / "store"))
+    code = errno.EINVAL
+    assert store.read(store.put_bytes(DATA)) == DATA
+    code = errno.EIO
+    with pytest.raises(StoreUnavailableError, match="cannot be written"):
+        store.put_bytes(DATA)
 
 
 def test_a_missing_source_file_is_named(store: ArtifactStore, tmp_path: Path) -> None:
