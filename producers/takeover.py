@@ -33,6 +33,8 @@ from rollstream.schemas.events.rollouts import GroupEvent
 
 PRODUCER_LOST = "producer_lost"
 """Cause of an attempt that ended with its producer."""
+LOOKS_BACK = (100, 1000, 10_000)
+"""Numbers of earlier records that are read in turn for the event time, where the last ones are not events."""
 
 
 @dataclass(slots=True)
@@ -220,8 +222,9 @@ async def recover(
 ) -> dict[int, tuple[PartitionState, int]]:
     """State and end offset of each steps partition; `metadata`: of the committed offsets, by partition.
 
-    Without metadata a partition is read from its beginning; the last record is always read, for its event time.
-    Raises TruncatedError if what the metadata points to was removed, or the partition ends before it.
+    Without metadata a partition is read from its beginning; the last record is always read, for its event time, and
+    earlier ones as long as none can be decoded. Raises TruncatedError if what the metadata points to was removed, or
+    the partition ends before it.
     """
     begins, ends = await log.begin_offsets("steps"), await log.end_offsets("steps")
     states = {partition: PartitionState() for partition in metadata}
@@ -232,7 +235,24 @@ async def recover(
     filled = {where: start for where, start in starts.items() if start < ends[where.partition]}
     if filled:
         await _read(log, filled, states, ends)
+    for where, start in filled.items():
+        state = states[where.partition]
+        if state.last_event_ms is None:
+            state.last_event_ms = await _newest_event_ms(log, where.partition, begins[where.partition], start)
     return {partition: (state, ends[partition]) for partition, state in states.items()}
+
+
+async def _newest_event_ms(log: EventLog, partition: int, begin: int, end: int) -> int | None:
+    """Event time of the last records before `end` of which one is an event; None if that is too far back."""
+    for size in LOOKS_BACK:
+        start = max(begin, end - size)
+        if start == end:
+            return None
+        found = (await read(log, partition, start, end)).last_event_ms
+        if found is not None:
+            return found
+        end = start
+    return None
 
 
 async def read(log: EventLog, partition: int, start: int, end: int) -> PartitionState:

@@ -1,4 +1,6 @@
-"""Positions of producers that the log does not hold: what was committed, what its metadata names, what is written."""
+"""Positions of producers that the log does not hold: what was committed, what its metadata names, what is written; and
+those of records that cannot be decoded, behind which event time is that of earlier ones.
+"""
 
 import asyncio
 import re
@@ -8,6 +10,7 @@ import pytest
 from rollstream.eventlog import codec
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.producers import takeover
 from rollstream.producers.clock import EventClock
 from rollstream.producers.ended_runs import CommitMetadata
 from rollstream.producers.group_execution import WorkerContext
@@ -98,5 +101,35 @@ def test_a_committed_task_that_is_not_kept_ends_the_worker(committed, cut):
         worker = worker_of(log)
         with pytest.raises(TruncatedError, match=f"offset {committed} of topic tasks partition 0 is not kept"):
             await asyncio.wait_for(worker.run(), 20)
+
+    asyncio.run(go())
+
+
+async def add_undecodable(log, number):
+    for _ in range(number):
+        await log.send_raw("steps", key=b"k", value=b"no event", partition=0)
+
+
+@pytest.mark.parametrize("num_bad", [1, 99, 100, 101, 1200])
+def test_event_time_is_that_of_the_newest_event_although_no_later_record_can_be_decoded(num_bad):
+    async def go():
+        log = await log_with(3)
+        await add_undecodable(log, num_bad)
+        state, end = (await recover(log, metadata(3 + num_bad)))[0]
+        assert end == 3 + num_bad
+        assert state.last_event_ms == TICK.time_ms
+        assert state.first_offset is None  # what is before is settled
+
+    asyncio.run(go())
+
+
+def test_event_time_is_unknown_where_no_record_is_an_event(monkeypatch):
+    async def go():
+        log = await log_with(1)
+        await add_undecodable(log, 9)
+        monkeypatch.setattr(takeover, "LOOKS_BACK", (2, 5))
+        assert (await recover(log, metadata(10)))[0][0].last_event_ms is None
+        log.truncate(TopicPartition("steps", 0), 6)
+        assert (await recover(log, {0: None}))[0][0].last_event_ms is None
 
     asyncio.run(go())
