@@ -128,11 +128,25 @@ async def _partitions(admin: AIOKafkaAdminClient, kafka: KafkaSettings, topic: s
         if error is NoError and all(p["leader"] >= 0 for p in partitions):
             return partitions
         if loop.time() > deadline:
-            raise TopicError(
-                f"topic {name} is not available ({error.__name__}): the first run on a broker creates its topics; "
-                f"start a run, or name another broker"
-            )
+            raise _without_leader(name, partitions) if error is NoError else _not_available(name, error)
         await asyncio.sleep(0.1)
+
+
+def _not_available(name: str, error: type[Exception]) -> TopicError:
+    return TopicError(
+        f"topic {name} is not available ({error.__name__}): the first run on a broker creates its topics; "
+        f"start a run, or name another broker"
+    )
+
+
+def _without_leader(name: str, partitions: list[dict[str, Any]]) -> TopicError:
+    leaderless = [found for found in partitions if found["leader"] < 0]
+    brokers = sorted({broker for found in leaderless for broker in found["replicas"]})
+    return TopicError(
+        f"topic {name} has no leader for partition {', '.join(str(found['partition']) for found in leaderless)}: the "
+        f"brokers of its replicas are down ({', '.join(map(str, brokers))}), or a leader is being elected; start them "
+        f"(kafka-topics.sh --describe shows the state), and try again"
+    )
 
 
 async def _check_replicas(admin: AIOKafkaAdminClient, kafka: KafkaSettings, found: dict[str, int]) -> None:
