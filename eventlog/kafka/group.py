@@ -127,10 +127,11 @@ class KafkaGroupReader(ConsumerRebalanceListener):
         self._settled.set()
 
     async def _begin(self, partitions: list[KafkaPartition]) -> None:
-        without = [where for where in partitions if await self._consumer.committed(where) is None]
-        if without:
-            for where, offset in (await self._consumer.beginning_offsets(without)).items():
-                self._consumer.seek(where, offset)
+        with log_errors(f"look up the start offsets of group {self._group}", self._kafka, "Read"):
+            without = [where for where in partitions if await self._consumer.committed(where) is None]
+            if without:
+                for where, offset in (await self._consumer.beginning_offsets(without)).items():
+                    self._consumer.seek(where, offset)
 
     async def _commit(self, offsets_and_metadata: dict[KafkaPartition, OffsetAndMetadata]) -> None:
         try:
