@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -23,7 +24,7 @@ from rollstream.eventlog.broker.class_archive import ClassArchive
 from rollstream.eventlog.broker.credentials import HOST, MECHANISM, USER, Credentials, block, connection, password_file
 from rollstream.eventlog.broker.ports import answers, free_ports, is_free
 from rollstream.eventlog.broker.watch import MIN_FREE_BYTES
-from rollstream.eventlog.files import read_json, write_whole
+from rollstream.eventlog.files import move, read_json, write_whole
 from rollstream.eventlog.private import make_private
 from rollstream.schemas.errors import BrokerError, BrokerLostError
 from rollstream.schemas.kafka import KafkaSettings
@@ -229,7 +230,8 @@ class EmbeddedBroker:
     def _launch(self, command: list[str]) -> int:
         assert self._lock is not None
         log = self._folder / "broker.log"
-        log.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            move(log, log.with_name(f"{log.name}.1"))  # where a broker that died says why
         os.close(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         command_of_guard = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(log)]
         self._guard = subprocess.Popen(

@@ -56,10 +56,12 @@ def test_a_broker_whose_controller_port_was_taken_keeps_the_address_that_clients
     with EmbeddedBroker(workspace) as broker:
         address, cluster = broker.bootstrap_servers, cluster_of(broker)
         kill(broker)
-        ports = json.loads((workspace / "broker" / "broker.json").read_text())
+        folder = workspace / "broker"
+        ports, last_words = json.loads((folder / "broker.json").read_text()), (folder / "broker.log").read_text()
         with socket.create_server(("127.0.0.1", ports["controller_port"])):
             broker.restart()
             assert (broker.bootstrap_servers, cluster_of(broker)) == (address, cluster)
+        assert (folder / "broker.log.1").read_text() == last_words != ""
 
 
 def test_a_restart_that_is_called_off_ends_soon_and_the_broker_can_be_stopped_and_started(workspace: Path) -> None:
