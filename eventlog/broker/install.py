@@ -64,13 +64,19 @@ def pinned_jars() -> tuple[Jar, ...]:
 
 
 def jars() -> list[Path]:
-    """All jars of the broker, verified; downloads missing or damaged ones. Raises BrokerError with the remedy."""
+    """All jars of the broker, verified; downloads missing or damaged ones. Raises BrokerError with the remedy.
+
+    A complete cache may be read-only: nothing is locked or written then.
+    """
     folder = cache_folder()
+    pins = pinned_jars()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _only_one(folder / "lock"):
-            return install(folder / "maven", pinned_jars(), os.environ.get(REPOSITORY) or MAVEN_CENTRAL)
+            return install(folder / "maven", pins, os.environ.get(REPOSITORY) or MAVEN_CENTRAL)
     except OSError as error:
+        if _are_complete(folder / "maven", pins):
+            return [folder / "maven" / jar.path for jar in pins]
         raise BrokerError(
             f"Apache Kafka {KAFKA_VERSION} cannot be installed into {folder}: {error} (the first start needs Maven "
             f"Central, or the repository in {REPOSITORY}; ROLLSTREAM_CACHE sets another folder)"
@@ -95,6 +101,13 @@ def install(folder: Path, pins: tuple[Jar, ...], repository: str) -> list[Path]:
                 pool.shutdown(cancel_futures=True)
                 raise
     return [folder / jar.path for jar in pins]
+
+
+def _are_complete(folder: Path, pins: tuple[Jar, ...]) -> bool:
+    """Whether every jar has its checksum; changes nothing."""
+    with suppress(OSError):
+        return all(sha256_of(folder / jar.path) == jar.sha256 for jar in pins)
+    return False
 
 
 def _is_whole(path: Path, sha256: str) -> bool:
@@ -163,7 +176,7 @@ def _progress(folder: Path) -> Iterator[threading.Event]:
 
 def _num_bytes(folder: Path) -> int:
     total = 0
-    for path in (*folder.rglob("*.jar"), *folder.rglob("*.part")):
+    for path in (*folder.rglob("*.jar"), *folder.rglob("*.aside")):
         with suppress(FileNotFoundError):
             total += path.stat().st_size
     return total

@@ -1,8 +1,10 @@
 """The broker's jars: exactly those of the shipped checksums, fetched whole or not at all."""
 
+import errno
 import hashlib
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from rollstream.eventlog.broker import install as kafka_install
 from rollstream.eventlog.broker.install import KAFKA_VERSION, MAX_ATTEMPTS, Jar, install, jars, pinned_jars
+from rollstream.eventlog.files import replacing
 from rollstream.schemas.errors import BrokerError
 
 WHOLE = bytes(range(256)) * 4096
@@ -118,6 +121,38 @@ def test_a_damaged_jar_is_not_kept_where_it_cannot_be_fetched_again(repository: 
     with pytest.raises(OSError, match="could not be downloaded"):
         install(tmp_path, (JAR,), repository.url)
     assert names(tmp_path) == []
+
+
+def test_a_complete_cache_that_cannot_be_written_is_used(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def refused(path: Path) -> Iterator[None]:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+        yield
+
+    monkeypatch.setattr(kafka_install, "pinned_jars", lambda: (JAR,))
+    monkeypatch.setattr(kafka_install, "_only_one", refused)  # of root, a folder's mode would be no obstacle
+    monkeypatch.setenv("ROLLSTREAM_CACHE", str(tmp_path))
+    path = tmp_path / "kafka" / "maven" / JAR.path
+    for content in (None, CHANGED):
+        if content is not None:
+            path.parent.mkdir(parents=True)
+            path.write_bytes(content)
+        with pytest.raises(BrokerError, match="Read-only file system"):
+            jars()
+    assert path.read_bytes() == CHANGED, "nothing is changed without the lock"
+    path.write_bytes(WHOLE)
+    assert jars() == [path]
+    assert not repository.asked
+
+
+def test_the_progress_counts_what_is_being_downloaded(tmp_path: Path) -> None:
+    with replacing(tmp_path / "a.jar", is_alone=True) as file:
+        file.write(b"x" * 10)
+        file.flush()
+        assert kafka_install._num_bytes(tmp_path) == 10
+    assert kafka_install._num_bytes(tmp_path) == 10
 
 
 def test_jars_come_from_the_named_repository_and_their_lack_names_the_remedy(
