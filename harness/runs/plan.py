@@ -6,10 +6,12 @@ import time
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+import orjson
 from pydantic import JsonValue
 
+from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import EventLog, record_size
 from rollstream.eventlog.reading import unknown_run
 from rollstream.harness.config import dataset
 from rollstream.harness.config import file as config_file
@@ -30,10 +32,11 @@ from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError, TruncatedError
 from rollstream.schemas.evaluators import DatasetSection
-from rollstream.schemas.events import JobStarted, RunStarted
+from rollstream.schemas.events import JobStarted, RunStarted, TaskRequested
 from rollstream.schemas.events.recorded import RECORDED
 from rollstream.schemas.events.training import ForkPoint
-from rollstream.schemas.settings import EXTERNAL, JobSpec
+from rollstream.schemas.settings import EXTERNAL, MAX_TASKS, JobSpec
+from rollstream.schemas.topics import TOPICS
 
 MIN_EXAMPLES = 64
 """Examples that an environment is asked for when there is no dataset."""
@@ -74,7 +77,7 @@ async def new_run(
     config = loaded.config
     examples = examples_of(config) if examples is None else examples
     run_id = run_id or ids.new_run_id(name)
-    jobs = checked_jobs(config, run_id, is_fork=parent is not None)
+    jobs = checked_jobs(config, run_id, examples, is_fork=parent is not None)
     await check_frozen(log, config, run_id)
     started = RunStarted(
         run_id=run_id,
@@ -94,12 +97,65 @@ async def new_run(
     return RunPlan(started, jobs, is_new=True)
 
 
-def checked_jobs(config: RunConfig, run_id: str, *, is_fork: bool) -> tuple[JobSpec, ...]:
+def checked_examples(
+    config: RunConfig, run_id: str, examples: list[dataset.Example] | None, *, is_fork: bool
+) -> list[dataset.Example]:
+    """The examples of a new run: `examples`, where those of its dataset were read already. Raises as `checked_jobs`."""
+    examples = examples_of(config) if examples is None else examples
+    checked_jobs(config, run_id, examples, is_fork=is_fork)
+    return examples
+
+
+def checked_jobs(
+    config: RunConfig, run_id: str, examples: list[dataset.Example], *, is_fork: bool
+) -> tuple[JobSpec, ...]:
     """The jobs of a new run. Raises ConfigError for records that could become too large."""
     jobs = jobs_of(config, run_id, is_fork=is_fork)
     check_manifests(jobs)
     check_attempts(jobs)
+    check_tasks(jobs, examples)
     return jobs
+
+
+def check_tasks(jobs: tuple[JobSpec, ...], examples: list[dataset.Example]) -> None:
+    """Raises ConfigError for a job whose task with the largest example would be above the limit of its topic."""
+    limit = TOPICS[TaskRequested.TOPIC].max_record_bytes
+    if not examples:
+        return
+    largest = max(examples, key=lambda example: len(orjson.dumps(example.inputs)))
+    for spec in (spec for spec in jobs if not spec.is_frozen):
+        size = _task_bytes(spec, largest)
+        if size > limit:
+            raise ConfigError(
+                f"job {spec.job_id}: the task of example {largest.example_id[:100]!r} would have {size} bytes, "
+                f"more than the {limit} of a record: {len(orjson.dumps(largest.inputs))} of its inputs, the others of "
+                "settings such as environment_config; shorten them"
+            )
+
+
+def _task_bytes(spec: JobSpec, example: dataset.Example) -> int:
+    """Size of a task with high numbers."""
+    number = max(MAX_TASKS, spec.plan.num_epochs)
+    encoded = codec.encode(
+        TaskRequested.of_run(
+            2**62,  # the seed
+            run_id=ids.run_of(spec.job_id),
+            time_ms=2**41,
+            group_id=ids.group_id(ids.run_of(spec.job_id), ids.name_of(spec.job_id), number, MAX_TASKS),
+            example_id=example.example_id,
+            job_id=spec.job_id,
+            epoch=number,
+            index=MAX_TASKS,
+            inputs=example.inputs,
+            num_rollouts=spec.plan.num_generations,
+            oversampling=spec.plan.oversampling,
+            minimum=spec.plan.num_generations,
+            min_version=number,
+            settings=spec.rollout,
+            min_versions=dict.fromkeys(spec.rollout.agents.values(), number),
+        )
+    )
+    return record_size(encoded.key, encoded.value, encoded.headers)
 
 
 async def check_frozen(log: EventLog, config: RunConfig, run_id: str) -> None:

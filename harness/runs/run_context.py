@@ -21,7 +21,7 @@ from rollstream.harness.config.resolve import block_of
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.driver import give_signs_of_life
 from rollstream.harness.runs.earlier_output import take_output_dir
-from rollstream.harness.runs.plan import RunPlan, check_new, checked_jobs, examples_of, new_run, open_run
+from rollstream.harness.runs.plan import RunPlan, check_new, checked_examples, new_run, open_run
 from rollstream.harness.runs.preflight import (
     access_line,
     check_command,
@@ -125,8 +125,8 @@ def check_run(run_request: RunRequest) -> "list[Example] | None":
     check_connection(config, Workspace(run_request.workspace))
     if not is_new:
         return None
-    checked_jobs(config, run_request.run_id or ids.new_run_id(run_request.name), is_fork=run_request.fork is not None)
-    return examples_of(config) if examples is None else examples
+    run_id = run_request.run_id or ids.new_run_id(run_request.name)
+    return checked_examples(config, run_id, examples, is_fork=run_request.fork is not None)
 
 
 @contextmanager

@@ -247,7 +247,8 @@ def _end_run(state: CurateState, run: Run, event: RunEnded) -> list[Event]:
 
 
 def refuse(state: CurateState, received: Received, message: str) -> RunEnded:
-    """End a run whose dataset cannot be read; this EpochStarted or refill and later ones get no tasks."""
+    """End a run whose dataset cannot be read, or of which an answer is too large to send; this EpochStarted or refill
+    and later ones get no tasks."""
     event = received.event
     offset = state.refused[event.run_id] = received.position.offset
     pass_time(state, event.run_id, event.time_ms, None)

@@ -12,7 +12,8 @@ record on which the fold raises becomes a dead letter too; the changes of the fo
 is folded again without the record. A record that has a letter is skipped. A run with MAX_OF_A_RUN such letters is ended
 as failed, and no other record of it is folded until its end.
 
-Runs whose first records are no longer in `groups` are ended with an error instead of being ignored.
+Runs whose first records are no longer in `groups` are ended with an error instead of being ignored. So is a run of
+which an answer would be above the limit of its topic: that answer is left out.
 """
 
 import logging
@@ -24,7 +25,7 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition
+from rollstream.eventlog.log import Encoded, EventLog, Received, Record, TopicPartition, check_event_size
 from rollstream.eventlog.reading import decoded
 from rollstream.processors.curate import fold as curate
 from rollstream.processors.curate import low_water
@@ -141,7 +142,7 @@ class CurateShell:
             raise LogError(
                 f"groups partition 0 has a gap: expected offset {fold.next_offset}, read {first}; restart the service"
             )
-        answers: list[Event] = []
+        answers: list[Encoded] = []
         for record in batch.records:
             if record.offset >= fold.next_offset:
                 answers += await self._answer(fold, record)
@@ -221,13 +222,13 @@ class CurateShell:
             await fold.datasets.provide_again(run, is_over=run.run_id in over)
         self._evolved(fold.state, fold.faulty, received, fold.datasets.by_run)
 
-    async def _answer(self, fold: _Fold, record: Record) -> list[Event]:
+    async def _answer(self, fold: _Fold, record: Record) -> list[Encoded]:
         """Fold a record and return the events to send."""
         fold.next_offset = record.offset + 1
         self._num_folded += 1
         if record.offset in self._dead.answered(GROUPS):
             received = decoded(record) if self._dead.is_poison(GROUPS, record.offset) else None
-            return [] if received is None else _give_up(fold.state, fold.faulty, received.event)
+            return [] if received is None else _encoded(_give_up(fold.state, fold.faulty, received.event))
         try:
             received = codec.decode(record)
         except DecodeError as error:
@@ -235,12 +236,30 @@ class CurateShell:
             return []
         undo = Undo.before(fold.state, received.event)
         try:
-            return await self._take_in(fold, received)
+            answers = _encoded(await self._take_in(fold, received))
+            if (problem := _too_large(answers)) is None:
+                return answers
+            await self._take_back(fold, undo, record.offset)
+            return await self._refuse(fold, received, problem)
         except FoldError as error:
             await self._dead.add(record, error)
             await self._send_letter(record, error)
             await self._take_back(fold, undo, record.offset)
-            return _give_up(fold.state, fold.faulty, received.event)
+            return _encoded(_give_up(fold.state, fold.faulty, received.event))
+
+    async def _refuse(self, fold: _Fold, received: Received, problem: str) -> list[Encoded]:
+        """End the run of a record with an answer that its topic has no room for, and fold it without tasks.
+
+        If its manifest is too large, none of the run's answers are sent but its end.
+        """
+        event, offset = received.event, received.position.offset
+        logger.error("run_id=%s cannot continue: %s", event.run_id, problem)
+        is_over = isinstance(event, RunEnded) or fold.state.refused.get(event.run_id, offset) < offset
+        ended: list[Event] = [] if is_over else [curate.refuse(fold.state, received, problem)]
+        answers = _encoded(await self._take_in(fold, received))
+        if _too_large(answers) is not None:
+            answers = [one for one in answers if isinstance(one.event, RunEnded)]
+        return answers + _encoded(ended)
 
     async def _take_in(self, fold: _Fold, received: Received) -> list[Event]:
         event = received.event
@@ -314,6 +333,21 @@ class CurateShell:
 def _begins(state: curate.CurateState, received: Received) -> bool:
     run = state.runs.get(received.event.run_id)
     return run is not None and run.first_offset == received.position.offset
+
+
+def _encoded(events: list[Event]) -> list[Encoded]:
+    return [codec.encode(event) for event in events]
+
+
+def _too_large(answers: list[Encoded]) -> str | None:
+    """Error message about the first answer that is above the limit of its topic; None if all have room."""
+    for one in answers:
+        try:
+            check_event_size(one)
+        except LogError as error:
+            parts = ": the settings of its job, such as environment_config, and its example's inputs are part of it"
+            return f"{one.event.event_id}: {error}{parts if one.topic == 'tasks' else ''}"
+    return None
 
 
 def _needs_dataset(fold: _Fold, received: Received) -> RunStarted | None:

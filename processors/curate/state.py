@@ -263,7 +263,8 @@ class CurateState:
         return min(offsets, default=None)
 
     def is_refused(self, run_id: str, offset: int) -> bool:
-        """Whether an EpochStarted at that offset got no tasks because the run's dataset could not be read."""
+        """Whether an EpochStarted at that offset got no tasks: the run's dataset could not be read, or an answer was
+        above the limit of its topic."""
         return offset >= self.refused.get(run_id, offset + 1)
 
     def idle_runs(self) -> dict[str, Idle]:

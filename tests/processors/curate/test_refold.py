@@ -2,12 +2,15 @@
 
 import asyncio
 import pickle
+from dataclasses import replace
 
+import orjson
 import pytest
 
+from rollstream.eventlog import codec
 from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import Position, Received, TopicPartition
+from rollstream.eventlog.log import Position, Received, Record, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.processors.curate import fold as curate
 from rollstream.processors.curate.shell import CurateShell
@@ -28,8 +31,9 @@ from rollstream.schemas.events import (
     TaskRequested,
 )
 from rollstream.schemas.settings import ArtifactRef, PlanSettings, RolloutSettings
+from rollstream.schemas.topics import TOPICS
 from tests.processors.host.test_shells import close_groups, groups_batch, run_events
-from tests.rigs.steps_rig import events_of
+from tests.rigs.steps_rig import events_of, records_of
 
 QUICK = Retry(first_wait_s=0.01, max_wait_s=0.01)
 RUN = "run"
@@ -173,6 +177,60 @@ def test_an_epoch_that_was_refused_stays_refused_when_the_dataset_is_back(tmp_pa
         assert {one.run_id for one in tasks} == {"other"}, "nobody asked for tasks of the refused run"
         assert shell._fold.state.refused == {}
         assert not compared(await read_run(log, RUN), store).differences
+
+    asyncio.run(go())
+
+
+def enlarged(events, store):
+    """The events of a run whose settings and examples have room in a task each, and not together."""
+    start, job, epoch = events
+    limit = TOPICS["tasks"].max_record_bytes
+    lines = orjson.dumps({"example_id": "x0", "inputs": {"text": "x" * (limit // 2)}})
+    rollout = job.rollout.model_copy(update={"environment_config": {"text": "x" * (limit // 2)}})
+    dataset = store.put_bytes(lines, ".jsonl")
+    return [start.model_copy(update={"dataset": dataset}), job.model_copy(update={"rollout": rollout}), epoch]
+
+
+def test_a_run_whose_tasks_no_record_has_room_for_ends_and_others_go_on(tmp_path):
+    async def go():
+        log, store = MemoryLog(num_partitions=1), ArtifactStore(str(tmp_path / "artifacts"))
+        large = enlarged(run_events(store, num_examples=1), store)
+        await log.send_all([*large, *run_events(store, run="other", num_examples=3)])
+        before = CurateShell(log, store, service="p", retry=QUICK)
+        await before.take(await groups_batch(log))
+        assert {one.run_id for one in await events_of(log, "tasks", Event)} == {"other"}
+        (ended,) = [one for one in await events_of(log, "groups", Event) if isinstance(one, RunEnded)]
+        assert (ended.run_id, ended.cause, ended.refused_at) == (RUN, "failed", 2)
+        assert "a record for topic tasks has" in ended.message
+        shell = CurateShell(log, store, service="q", retry=QUICK)
+        await shell.prepare(0, 6, before.metadata(0))
+        assert shell._fold is not None
+        assert before._fold is not None
+        assert shell._fold.state == before._fold.state
+        await log.send(EpochStarted(run_id=RUN, time_ms=9, job_id=ids.job_id(RUN, "rl"), epoch=1))
+        await shell.take(await groups_batch(log, 6))
+        assert {one.run_id for one in await events_of(log, "tasks", Event)} == {"other"}
+        assert await events_of(log, "dlq", Event) == []
+        assert not compared(await read_run(log, RUN), store).differences
+
+    asyncio.run(go())
+
+
+def test_a_run_whose_manifest_no_record_has_room_for_ends_without_it(tmp_path):
+    async def go():
+        log, _, shell = await opened(tmp_path)
+        await close_groups(log)
+        long: list[Record] = []
+        for record in (await records_of(log, "groups"))[3:]:
+            closed = codec.decode(record).event
+            assert isinstance(closed, GroupClosed)
+            members = tuple(one.model_copy(update={"digest": "f" * 600_000}) for one in closed.members)
+            value = codec.encode(closed.model_copy(update={"members": members})).value
+            long.append(replace(record, value=value))
+        await shell.take(Batch(0, 1, long))
+        assert await events_of(log, "batches", BatchPlanned) == []
+        (ended,) = [one for one in await events_of(log, "groups", Event) if isinstance(one, RunEnded)]
+        assert "a record for topic batches has" in ended.message
 
     asyncio.run(go())
 

@@ -12,8 +12,9 @@ from rollstream.eventlog.log import check_record_size
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_attempts
+from rollstream.harness.config.dataset import Example
 from rollstream.harness.config.jobs import MAX_GROUP, WRITTEN, check_manifests, jobs_of, most_trajectories
-from rollstream.harness.runs.plan import new_run
+from rollstream.harness.runs.plan import RunPlan, new_run
 from rollstream.schemas import ids
 from rollstream.schemas.base import Locator
 from rollstream.schemas.errors import ConfigError
@@ -195,3 +196,19 @@ def test_a_run_with_such_a_batch_is_not_begun(written: dict[str, Any], tmp_path:
     opening = new_run(MemoryLog(num_partitions=2), ArtifactStore(str(tmp_path)), config_file.resolve(written), "run")
     with pytest.raises(ConfigError, match="a batch of 8000 trajectories"):
         asyncio.run(opening)
+
+
+def test_a_run_with_a_task_above_the_limit_of_its_topic_is_not_begun(written: dict[str, Any], tmp_path: Path) -> None:
+    written["workflow"] = {"environment": "guess_number"}
+    written["trajectory_builders"]["b"]["environment_config"] = {"table": "x" * 560 * 1024}
+    examples = [Example("small", {}), Example("large", {"text": "x" * 500 * 1024})]
+
+    def opening(some: list[Example]) -> RunPlan:
+        log, store = MemoryLog(num_partitions=2), ArtifactStore(str(tmp_path))
+        return asyncio.run(new_run(log, store, config_file.resolve(written), "run", examples=some))
+
+    assert opening(examples[:1]).is_new
+    with pytest.raises(
+        ConfigError, match=r"/rl: the task of example 'large' would have 108\d{4} bytes, more than the 1048576"
+    ):
+        opening(examples)
