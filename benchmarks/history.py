@@ -172,7 +172,7 @@ def renamed(lines: list[Line], number: int) -> Iterator[Line]:
     """The template's records under another run's name."""
     old, new = TEMPLATE.encode(), f"run-{number:05d}".encode()
     for topic, partition, key, value, headers in lines:
-        pairs = tuple((name, content.replace(old, new)) for name, content in headers)
+        pairs = tuple((name, content and content.replace(old, new)) for name, content in headers)
         yield topic, partition, key.replace(old, new), value.replace(old, new), pairs
 
 

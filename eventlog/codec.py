@@ -106,14 +106,15 @@ def kind_of(record: Record) -> str | None:
     """The kind that a record's header names, without a look at its value; None if it names none."""
     for name, content in record.headers:
         if name == "ce_type":
-            parts = content.split(b".")
+            parts = (content or b"").split(b".")
             return parts[1].decode("ascii", "replace") if len(parts) == 3 else None
     return None
 
 
 def event_id_of(record: Record) -> str:
     """The event id that a record's header names, without a look at its value; empty if it names none."""
-    return next((content.decode(errors="replace") for name, content in record.headers if name == "ce_id"), "")
+    found = next((content for name, content in record.headers if name == "ce_id"), None)
+    return (found or b"").decode(errors="replace")
 
 
 def parse(topic: str, value: bytes | None) -> tuple[Event, dict[str, Any]]:

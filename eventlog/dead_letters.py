@@ -82,7 +82,7 @@ async def _put(artifacts: ArtifactStore, data: bytes, suffix: str) -> bytes:
 def original(letter: Record, artifacts: ArtifactStore) -> Record:
     """The record that a letter contains or refers to. Raises LogError, or ArtifactError if its bytes are missing."""
     topic, partition, offset = origin(letter.headers)
-    by_name = dict(letter.headers)
+    by_name = _by_name(letter.headers)
     key, value, headers = letter.key, letter.value, _without_ours(letter.headers)
     if REFERENCE in by_name:
         value = artifacts.read(stored_at(by_name[REFERENCE]))
@@ -91,10 +91,10 @@ def original(letter: Record, artifacts: ArtifactStore) -> Record:
     return Record(topic, partition, offset, key, value, headers, letter.timestamp_ms)
 
 
-def stored_at(reference: bytes) -> ArtifactRef:
+def stored_at(reference: bytes | None) -> ArtifactRef:
     """The artifact that a dead letter's header names. Raises LogError if it names none."""
     try:
-        return ArtifactRef.model_validate_json(reference)
+        return ArtifactRef.model_validate_json(reference or b"")
     except ValidationError as error:
         raise LogError(
             "a header of a dead letter does not name the artifact with its bytes; rollstream did not write it, leave "
@@ -133,7 +133,7 @@ async def send_again(log: EventLog, record: Record, letter: int) -> Position:
 
 def redriven(record: Record) -> Redriven | None:
     """Parse a redrive record of `dlq`; None for a letter."""
-    headers = dict(record.headers)
+    headers = _by_name(record.headers)
     if record.value is not None or REDRIVEN_TO not in headers or PREFIX + "topic" in headers:
         return None
     try:
@@ -142,6 +142,11 @@ def redriven(record: Record) -> Redriven | None:
         return Redriven(letter, Position(str(topic), int(partition), int(offset)))
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _by_name(headers: Headers) -> dict[str, bytes]:
+    """Contents by name, without those that are null."""
+    return {name: content for name, content in headers if content is not None}
 
 
 def _without_ours(headers: Headers) -> Headers:
@@ -155,7 +160,7 @@ def _pack(record: Record) -> bytes:
 
 def _unpack(packed: bytes) -> tuple[bytes | None, bytes | None, Headers]:
     content = orjson.loads(packed)
-    headers = tuple((name, _to_bytes(text) or b"") for name, text in content["headers"])
+    headers = tuple((name, _to_bytes(text)) for name, text in content["headers"])
     return _to_bytes(content["key"]), _to_bytes(content["value"]), headers
 
 
@@ -196,7 +201,7 @@ def is_of_fold(headers: Headers) -> bool:
 
 def origin(headers: Headers) -> tuple[str, int, int]:
     """Short topic, partition and offset of a dead letter's source. Raises LogError if its headers lack them."""
-    by_name = dict(headers)
+    by_name = _by_name(headers)
     try:
         name = by_name[PREFIX + "topic"].decode()
         where = int(by_name[PREFIX + "partition"]), int(by_name[PREFIX + "offset"])

@@ -15,7 +15,8 @@ from rollstream.schemas.base import Event
 from rollstream.schemas.errors import LogError, TopicError, TruncatedError
 from rollstream.schemas.topics import TOPICS
 
-Headers = tuple[tuple[str, bytes], ...]
+Headers = tuple[tuple[str, bytes | None], ...]
+"""Names and contents, in order. Kafka allows null as content, which rollstream reads as it would no header."""
 
 RECORD_OVERHEAD_BYTES = 128
 """Maximum size of a batch header and a record's own fields."""

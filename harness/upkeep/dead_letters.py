@@ -226,7 +226,7 @@ async def _read_all(log: EventLog) -> list[Letter]:
 
 
 def _letter_of(record: Record) -> Letter:
-    headers = {name: content.decode(errors="replace") for name, content in record.headers}
+    headers = {name: (content or b"").decode(errors="replace") for name, content in record.headers}
     try:
         came_from = Position(*dead_letters.origin(record.headers))
     except LogError:

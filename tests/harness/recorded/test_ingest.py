@@ -381,4 +381,6 @@ def test_every_bad_line_is_a_dead_letter_with_its_bytes(tmp_path):
     found = asyncio.run(add_dead_letter())
     assert [record.value for _, record in found] == [b"{", b"\xff"]
     assert [record.offset for _, record in found] == [3, 9]
-    assert found[0][0]["__connect.errors.exception.message"].endswith(b"steps.jsonl line 3: not valid JSON")
+    reason = found[0][0]["__connect.errors.exception.message"]
+    assert reason is not None
+    assert reason.endswith(b"steps.jsonl line 3: not valid JSON")
