@@ -19,6 +19,7 @@ from rollstream.eventlog.log import EventLog, Position, Received, TopicPartition
 from rollstream.producers.ended_runs import CommitMetadata
 from rollstream.producers.steps_writer import StepsWriter
 from rollstream.schemas import ids
+from rollstream.schemas.base import MAX_TIME_MS
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import (
     GroupExtended,
@@ -31,6 +32,12 @@ from rollstream.schemas.events import (
 )
 from rollstream.schemas.events.rollouts import GroupEvent
 
+MAX_START_MS = MAX_TIME_MS - 2**50
+"""Latest event time at which an owner's clock may begin, so that its own times can be written for 35,000 years. Only a
+forged record has a later one, and times out the groups that are open at it.
+"""
+MAX_DEADLINE_MS = MAX_TIME_MS - 2**49
+"""Latest deadline that an owner moves on, for the same reason."""
 PRODUCER_LOST = "producer_lost"
 """Cause of an attempt that ended with its producer."""
 LOOKS_BACK = (100, 1000, 10_000)
@@ -143,7 +150,7 @@ def evolve(state: PartitionState, received: Received) -> None:
     event = received.event
     if state.first_offset is None:
         state.first_offset = received.position.offset
-    state.last_event_ms = max(state.last_event_ms or 0, event.time_ms)
+    state.last_event_ms = max(state.last_event_ms or 0, min(event.time_ms, MAX_START_MS))
     if isinstance(event, GroupStarted):
         _open(state, event, received.position.offset)
     elif isinstance(event, GroupExtended):
@@ -158,7 +165,7 @@ def evolve(state: PartitionState, received: Received) -> None:
 def _open(state: PartitionState, event: GroupStarted, offset: int) -> None:
     if event.group_id in state.groups or event.group_id in state.settled:
         return
-    deadline_ms = event.time_ms + event.timeout_ms
+    deadline_ms = min(event.time_ms + event.timeout_ms, MAX_DEADLINE_MS)
     group = GroupProgress(event.group_id, event.size, deadline_ms, offset, enough=event.enough)
     state.groups[event.group_id] = group
     state.attempts[event.group_id] = {}
@@ -168,7 +175,7 @@ def _open(state: PartitionState, event: GroupStarted, offset: int) -> None:
 def _extend(state: PartitionState, event: GroupExtended) -> None:
     group = state.groups.get(event.group_id)
     if group is not None:
-        group.deadline_ms = max(group.deadline_ms, event.deadline_ms)
+        group.deadline_ms = max(group.deadline_ms, min(event.deadline_ms, MAX_DEADLINE_MS))
 
 
 def _attempt_of(state: PartitionState, group: GroupProgress, rollout_id: str) -> Recorded | None:

