@@ -10,12 +10,15 @@ between acknowledged sends that is none of the owner's own is a foreign write. A
 that the log shows, not the one that its owner remembers.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.attempts import Recorded, attempt_in, is_group_settled, is_settled
-from rollstream.eventlog.log import EventLog, Position, Received, TopicPartition, check_kept
+from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition, check_kept
+from rollstream.eventlog.reading import read_to_end
 from rollstream.producers.ended_runs import CommitMetadata
 from rollstream.producers.steps_writer import StepsWriter
 from rollstream.schemas import ids
@@ -302,6 +305,7 @@ class ForeignWrites:
         self._writer = writer
         self._first_offsets: dict[str, int] = {}
         """Offset of the first foreign write, by group."""
+        self._reading = asyncio.Lock()
 
     async def reopened(self, group: GroupProgress) -> GroupProgress | None:
         """The state of a group that is not settled, by the log, because of foreign writes to it; else None.
@@ -322,11 +326,22 @@ class ForeignWrites:
         self._first_offsets.pop(group_id, None)
 
     async def _take_foreign_writes(self) -> None:
-        offsets = self._writer.take_foreign()
-        for record in await self._log.fetch(Position("steps", self._writer.partition, offset) for offset in offsets):
-            try:
-                event = codec.decode(record).event
-            except DecodeError:
-                continue  # assembly sends it to the dead letters
-            if isinstance(event, GroupEvent) and not self._is_settled(event.group_id):
-                self._first_offsets.setdefault(event.group_id, record.offset)
+        """Read the records at offsets that are not own ones; the control record of a transaction is none."""
+        async with self._reading:  # a second call needs the records that the first is reading
+            offsets = set(self._writer.take_foreign())
+            if not offsets:
+                return
+            where = self._writer.partition
+            starts, ends = {where: min(offsets)}, {where: max(offsets) + 1}
+            async with aclosing(read_to_end(self._log, "steps", starts, ends)) as records:
+                async for record in records:
+                    if record.offset in offsets:
+                        self._take_foreign_write(record)
+
+    def _take_foreign_write(self, record: Record) -> None:
+        try:
+            event = codec.decode(record).event
+        except DecodeError:
+            return  # assembly sends it to the dead letters
+        if isinstance(event, GroupEvent) and not self._is_settled(event.group_id):
+            self._first_offsets.setdefault(event.group_id, record.offset)

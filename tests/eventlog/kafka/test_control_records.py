@@ -4,9 +4,15 @@ import asyncio
 
 import pytest
 
+from rollstream.eventlog import codec
+from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.reading import read_to_end
+from rollstream.producers.clock import EventClock
+from rollstream.producers.steps_writer import StepsWriter
+from rollstream.producers.takeover import ForeignWrites, read
 from rollstream.schemas.kafka import KafkaSettings
+from tests.rigs import steps_rig
 from tests.rigs.services.transactions import own_topics, write_transactions
 
 pytestmark = pytest.mark.kafka
@@ -42,3 +48,32 @@ def test_the_position_of_a_reader_never_passes_a_record_that_it_holds(kafka: Kaf
             assert positions == [0, 1, 2, 3, 4]
 
     asyncio.run(scenario())
+
+
+async def until_end(log: KafkaLog, end: int) -> None:
+    """Wait until the control record is written, which may be after the commit was answered."""
+    async with asyncio.timeout(30):
+        while await log.end_offsets("steps") != {0: end}:
+            await asyncio.sleep(0.02)
+
+
+def test_an_owner_passes_over_the_end_of_a_transaction_and_finds_what_it_wrote(kafka: KafkaSettings) -> None:
+    async def scenario() -> tuple[list[int], set[int]]:
+        async with own_topics(kafka) as log:
+            writer = StepsWriter(log, 0, EventClock(0), 0)
+            foreign = ForeignWrites(log, writer, is_settled=lambda group_id: False)
+            begun = codec.encode(steps_rig.attempt()[0])
+            sent = [await writer.send(codec.encode(steps_rig.started(0, size=1)))]
+            (group,) = (await read(log, 0, 0, 1)).groups.values()
+            await write_transactions(log.kafka, 1)
+            await until_end(log, 3)
+            sent.append(await writer.send(codec.encode(steps_rig.tick(1))))
+            assert await foreign.reopened(group) is None
+            await write_transactions(log.kafka, 1, key=begun.key, value=begun.value)
+            await until_end(log, 6)
+            sent.append(await writer.send(codec.encode(steps_rig.tick(2))))
+            found = await foreign.reopened(group)
+            assert found is not None
+            return sent, found.members[0].open_attempts
+
+    assert asyncio.run(scenario()) == ([0, 3, 6], {0})

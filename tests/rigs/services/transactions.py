@@ -20,7 +20,9 @@ async def own_topics(kafka: KafkaSettings) -> AsyncIterator[KafkaLog]:
         yield log
 
 
-async def write_transactions(kafka: KafkaSettings, *num_records: int) -> None:
+async def write_transactions(
+    kafka: KafkaSettings, *num_records: int, key: bytes = b"k", value: bytes = b"foreign"
+) -> None:
     """Write transactions of so many records to partition 0 of `steps`, one after the other."""
     producer = AIOKafkaProducer(**client_options(kafka), transactional_id=uuid.uuid4().hex)
     await producer.start()
@@ -28,6 +30,6 @@ async def write_transactions(kafka: KafkaSettings, *num_records: int) -> None:
         for count in num_records:
             async with producer.transaction():
                 for _ in range(count):
-                    await producer.send_and_wait(kafka.topic_name("steps"), value=b"foreign", key=b"k", partition=0)
+                    await producer.send_and_wait(kafka.topic_name("steps"), value=value, key=key, partition=0)
     finally:
         await producer.stop()
