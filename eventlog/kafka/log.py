@@ -243,10 +243,10 @@ class KafkaLog(OpenedByBlock):
         """Current members of a consumer group; a killed client is included until its session times out."""
         return await client.group_members(self._require(self._admin), self.kafka, group)
 
-    async def topic_ids(self) -> dict[str, str]:
+    async def topic_ids(self) -> dict[str, str] | None:
         """Topic ids by name; a topic that was deleted and created again has another id.
 
-        Empty if Kafka has no topic ids.
+        None if Kafka has no topic ids, or answers for no topic whether it exists.
         """
         return await topic_ids.topic_ids(self._require(self._admin), self.kafka)
 

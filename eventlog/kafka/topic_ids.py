@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import NoError, for_code
+from aiokafka.errors import NoError, UnknownTopicOrPartitionError, for_code
 from aiokafka.protocol.abstract import AbstractType
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Schema, TaggedFields
@@ -104,36 +104,49 @@ class _TopicIds(Request[_Question]):
         return request_struct_class(named, False, False, False, {})
 
 
-async def topic_ids(admin: AIOKafkaAdminClient, kafka: KafkaSettings) -> dict[str, str]:
-    """Id by short name of the topics that exist, as Kafka writes it; empty before Kafka 2.8. Raises LogError."""
+async def topic_ids(admin: AIOKafkaAdminClient, kafka: KafkaSettings) -> dict[str, str] | None:
+    """Id by short name of the topics that exist, as Kafka writes it.
+
+    None before Kafka 2.8, and if it answers for no topic whether it exists. Raises LogError.
+    """
     try:
         with log_errors("look up the ids of topics", kafka, "Describe"):
             # pyright: ignore[reportPrivateUsage]
             answer: Any = await admin._send_request(_TopicIds(map(kafka.topic_name, TOPICS)))
     except NotImplementedError:  # raised by aiokafka if the broker does not support the request
-        return {}
+        return None
+    return ids_in(answer.topics, kafka)
+
+
+def ids_in(answered: Iterable[tuple[Any, ...]], kafka: KafkaSettings) -> dict[str, str] | None:
+    """The same by the topics of an answer: error code, name, id and what else there is of each."""
+    topics = [(for_code(code), name, topic_id) for code, name, topic_id, *_ in answered]
+    if all(error not in (NoError, UnknownTopicOrPartitionError) for error, *_ in topics):
+        return None
     return {
         short: base64.urlsafe_b64encode(topic_id).rstrip(b"=").decode()
-        for code, name, topic_id, *_ in answer.topics
-        if for_code(code) is NoError and (short := kafka.short_name(name)) is not None
+        for error, name, topic_id in topics
+        if error is NoError and (short := kafka.short_name(name)) is not None
     }
 
 
 Known = dict[str, dict[str, str]]
 """Topic ids by cluster id and short name."""
-Found = tuple[str, dict[str, str]]
-"""Cluster id, and topic ids by short name."""
+Found = tuple[str, dict[str, str] | None]
+"""Cluster id, and topic ids by short name; None if Kafka has none."""
 GONE_AFTER = 3
 """Consecutive lookups without a topic before it counts as deleted: a starting broker may not list it yet."""
 
 logger = logging.getLogger(__name__)
 
 
-def check_topics(folder: Path, cluster_id: str, found: Mapping[str, str]) -> None:
-    """Compare topic ids with those seen before from this workspace folder, and remember new ones.
+def check_topics(folder: Path, cluster_id: str, found: Mapping[str, str] | None) -> None:
+    """Compare topic ids, if there are any, with those seen before from this workspace folder, and remember new ones.
 
     A failed write is only logged. Raises TruncatedError naming a topic that was deleted and created again.
     """
+    if found is None:
+        return
     path = folder / "topics.json"
     known = read_json(path)
     before = known.get(cluster_id, {})
@@ -171,8 +184,8 @@ async def watch_topics(folder: Path, look_up: Callable[[], Awaitable[Found]], *,
         except LogError:
             continue
         check_topics(folder, cluster_id, found)
-        if not found:
-            continue  # this Kafka has no topic ids
+        if found is None:
+            continue
         known = read_json(folder / "topics.json").get(cluster_id, {})
         missing = {topic: missing.get(topic, 0) + 1 for topic in known.keys() - found}
         for topic in sorted(topic for topic, times in missing.items() if times >= GONE_AFTER):

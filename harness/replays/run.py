@@ -186,7 +186,7 @@ async def _ensure_topics(kafka: KafkaSettings, layout: Workspace, num_partitions
     from rollstream.eventlog.kafka.log import KafkaLog
 
     async with KafkaLog(kafka, client_id="rollstream-replay") as log:
-        if "trajectories" in await log.topic_ids():
+        if "trajectories" in (await log.topic_ids() or {}):
             num_partitions = await log.num_partitions("trajectories")
         await log.ensure_topics(num_partitions=num_partitions)
         check_topics(layout.folder, await log.cluster_id(), await log.topic_ids())

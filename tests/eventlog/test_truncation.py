@@ -104,6 +104,8 @@ def test_a_topic_made_again_has_another_id_and_ends_its_readers(own_broker):
             before = await log.topic_ids()
             await make_again(log, admin)
             after = await log.topic_ids()
+            assert before is not None
+            assert after is not None
             assert before.keys() == after.keys() == TOPICS.keys()
             assert {topic for topic in TOPICS if before[topic] != after[topic]} == {"batches"}
             assert await error_of(reader.poll) == (

@@ -153,7 +153,8 @@ def test_a_topic_of_another_prefix_is_another_log(broker: SecuredBroker) -> None
             (record,) = await other.fetch([sent])
             assert (record.topic, record.value) == ("steps", b"other")
             assert await other.cluster_id() == f"{await usual.cluster_id()}/team-a."
-            assert set((await other.topic_ids()).values()).isdisjoint((await usual.topic_ids()).values())
+            ids, usual_ids = await other.topic_ids() or {}, await usual.topic_ids() or {}
+            assert set(ids.values()).isdisjoint(usual_ids.values())
         finally:
             await other.close()
             await usual.close()

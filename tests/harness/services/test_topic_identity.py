@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import TopicAuthorizationFailedError, UnknownTopicOrPartitionError
 
 from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.eventlog.broker.credentials import environment
 from rollstream.eventlog.kafka.security import client_options
-from rollstream.eventlog.kafka.topic_ids import check_topics, watch_topics
+from rollstream.eventlog.kafka.topic_ids import GONE_AFTER, ID_BYTES, check_topics, ids_in, watch_topics
 from rollstream.harness.services.serving import run_until_stopped
 from rollstream.schemas.errors import LogError, TruncatedError
 from rollstream.schemas.kafka import KafkaSettings
@@ -72,6 +73,32 @@ def test_a_topic_counts_as_deleted_when_it_is_missing_three_times_in_a_row(tmp_p
     with pytest.raises(TruncatedError, match=r"^topic steps was deleted with its records"):
         asyncio.run(watch_topics(tmp_path, look_up, every_s=0))
     assert next(answers, None) is None
+
+
+@pytest.mark.parametrize("found", [{}, None], ids=["no topic is left", "this Kafka has no topic ids"])
+def test_all_topics_count_as_deleted_only_where_kafka_has_topic_ids(
+    tmp_path: Path, found: dict[str, str] | None
+) -> None:
+    check_topics(tmp_path, "cluster", {"steps": "a", "tasks": "b"})
+    answers = iter([found] * (GONE_AFTER + 1))
+
+    async def look_up() -> tuple[str, dict[str, str] | None]:
+        return "cluster", next(answers)
+
+    reported = r"^topic steps was deleted with its records" if found is not None else "StopIteration"
+    with pytest.raises(TruncatedError if found is not None else RuntimeError, match=reported):
+        asyncio.run(watch_topics(tmp_path, look_up, every_s=0))
+
+
+def test_no_topic_counts_as_deleted_where_none_may_be_described() -> None:
+    kafka = KafkaSettings.of("localhost:1")
+    names = [kafka.topic_name(short) for short in TOPICS]
+    unknown, denied = UnknownTopicOrPartitionError.errno, TopicAuthorizationFailedError.errno
+    assert ids_in([(unknown, name, b"") for name in names], kafka) == {}
+    assert ids_in([(denied, name, b"") for name in names], kafka) is None
+    assert ids_in([(0, name, b"x" * ID_BYTES) for name in names], kafka) == dict.fromkeys(
+        TOPICS, "eHh4eHh4eHh4eHh4eHh4eA"
+    )
 
 
 @pytest.mark.kafka
