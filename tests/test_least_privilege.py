@@ -134,9 +134,10 @@ class Lab:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder = tmp_path_factory.mktemp("least-privilege")
-    data, served = folder / "data", folder / "endpoint.json"
+    data, served, paced = folder / "data", folder / "endpoint.json", folder / "producers.json"
     (folder / "broker").mkdir()
     data.mkdir()
+    paced.write_text(json.dumps({"pace": {"max_staleness": 1}}))
     served.write_text(json.dumps({"model_group": GROUP, "port": 0, "engine": {"kind": "scripted"}}))
     with secured_broker(folder / "broker") as broker:
         asyncio.run(broker.allow(documented()))
@@ -144,6 +145,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         write_config(folder / "run.yaml", lab.settings("operator"), data, make_tiny_model(data / "model", seed=0))
         lab.work("operator", lambda log: log.ensure_topics(num_partitions=6))  # no service may create them
         arguments = {name: ["serve", name] for name in NAMES}
+        arguments["producers"] += ["--settings", str(paced)]
         arguments["endpoint"] = ["serve", "endpoint", "--settings", str(served)]
         environments = {name: lab.environment(name) for name in SERVED}
         with running_services(arguments, environments, data) as lab.running:
