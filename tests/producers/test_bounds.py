@@ -63,6 +63,30 @@ def test_ends_of_runs_are_read_back_to_the_offset_in_the_commit_metadata():
     asyncio.run(go())
 
 
+def test_ends_that_are_read_back_later_do_not_pass_for_the_newest():
+    async def go():
+        log = CountingLog(num_partitions=1)
+        for number in range(4):
+            await log.send(RunEnded(run_id=f"old-{number}", time_ms=1, cause="completed"))
+        ends = await EndedRuns.open(log, lambda run_id: None)
+        following = asyncio.create_task(ends.follow())
+        newest = tuple(f"new-{number}" for number in range(NUM_COMMITTED_ENDS))
+        for run_id in newest:
+            await log.send(RunEnded(run_id=run_id, time_ms=1, cause="completed"))
+        await r.wait_until(lambda: newest[-1] in ends.ended)
+        await ends.read_back([CommitMetadata(0, 3, ("old-1", "old-2"))])
+        assert ends.metadata(0).ended == newest
+        assert list(ends.ended) == ["old-1", "old-2", "old-3", *newest]
+        await ends.read_back([CommitMetadata(0, 1, ("gone", "old-0")), CommitMetadata(0, 2, ("old-0", "old-1"))])
+        assert list(ends.ended) == ["gone", "old-0", "old-1", "old-2", "old-3", *newest]
+        assert ends.metadata(0).ended == newest
+        following.cancel()
+        await asyncio.wait({following})
+        await ends.close()
+
+    asyncio.run(go())
+
+
 def test_ended_runs_of_long_names_leave_room_in_the_commit_metadata():
     for ended in (
         tuple("r" * 300 + str(n) for n in range(16)),
