@@ -347,7 +347,8 @@ class Consumer(driver.Consumer):
         await super().on_partitions_assigned(assigned, generation_id)
 
     def _next_generation(self) -> None:
-        self.reached.update(self.wanted)
+        for tp, offset in self.wanted.items():  # committed ones, if an assignment ended before it read anything
+            self.reached[tp] = max(offset, self.reached.get(tp, 0))
         self.wanted, self.sought, self.passed = {}, {}, {}
         self.app.next_generation()
 

@@ -12,10 +12,12 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.structs import OffsetAndMetadata
+from faust.types import TP
 
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.kafka.security import client_options
 from rollstream.processors.assemble.shell import AssembleShell
+from rollstream.processors.host.consumer import Consumer
 from rollstream.processors.host.host import create_host
 from rollstream.schemas.errors import TruncatedError
 from rollstream.schemas.topics import TOPICS
@@ -144,3 +146,12 @@ def test_a_topic_that_is_deleted_and_made_again_in_mid_run_fails_the_host(own_br
                 )
 
     asyncio.run(go())
+
+
+def test_the_furthest_offset_that_was_read_outlasts_an_assignment_that_reads_nothing():
+    where, other = TP(STEPS, 0), TP(STEPS, 1)
+    consumer = SimpleNamespace(reached={}, app=SimpleNamespace(next_generation=lambda: None))
+    for wanted in ({where: 40}, {where: 10, other: 5}, {}):
+        consumer.wanted = wanted
+        Consumer._next_generation(consumer)  # pyright: ignore[reportArgumentType]
+    assert consumer.reached == {where: 40, other: 5}
