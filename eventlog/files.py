@@ -233,7 +233,8 @@ def tokenizer_sha256(model: str) -> str:
     """sha256 over the files that make token ids of text in a model's folder; empty for a hub name, or if it has none.
 
     The chat template is not among them: it may change under weights that are trained already. A file is read again once
-    its time or size differs: engines ask for each version, and a vocabulary of 150,000 has 15 MB. Raises ModelError.
+    its time or size differs: engines ask for each version, and a vocabulary of 150,000 has 15 MB. Raises ModelError,
+    and OSError in an outage of its disk.
     """
     folder = Path(model).expanduser()
     with _readable(model):
@@ -246,7 +247,8 @@ def base_sha256(model: str, like: str = "") -> str:
 
     Of safetensors it is over the tensors by their names, so that the same weights saved again in other shards are the
     same base model; of other files it is over the files. `like`: a recorded hash, as whose the weights are hashed. A
-    file is read again once its time or size differs: that takes a second or two per GB. Raises ModelError.
+    file is read again once its time or size differs: that takes a second or two per GB. Raises ModelError, and
+    OSError in an outage of its disk.
     """
     with _readable(model):
         return _base_sha256(_folder_of(model), like)

@@ -119,6 +119,7 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
                 else:
                     progress = await _trained(run_request, lease, run, display)
             display.finish(progress)
+            conducted.is_open = progress.ended is None
             with _resumable(run, is_open=progress.ended is None):
                 outcome = await end(run.log, run.artifacts, progress, run.run, config)
                 conducted.is_open, conducted.outcome = False, outcome

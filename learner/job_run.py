@@ -367,7 +367,8 @@ class JobRun:
         not those that were published, TruncatedError if a manifest is gone.
         """
         job, inbox = self.job, self._context.inbox
-        checkpoint = await self._in_thread(lambda: self._folder.newest(job_id=job.job_id, max_version=version))
+        known = {"job_id": job.job_id, "digests": inbox.state.job(job.job_id).digests}
+        checkpoint = await self._in_thread(lambda: self._folder.newest(**known, max_version=version))
         next_index = 0 if checkpoint is None else checkpoint.position.next_index
         wanted = range(next_index, version - job.base_version)
         if wanted and next_index < inbox.state.job(job.job_id).first_index:

@@ -16,7 +16,7 @@ from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.model.step import StepResult
 from rollstream.learner.progress import Manifest, TrainedStep
 from rollstream.schemas.base import Event
-from rollstream.schemas.errors import FencedError, VersionDivergedError
+from rollstream.schemas.errors import FencedError, LogError, TruncatedError, VersionDivergedError
 from rollstream.schemas.events import JobProgressed, JobSubmitted, LearnerClaimed, StepTrained, WeightsPublished
 from rollstream.schemas.settings import ArtifactRef
 
@@ -105,7 +105,12 @@ class Publisher:
 
     async def is_needed(self, job: JobSubmitted) -> bool:
         """Whether neither a job nor its run has ended by now."""
-        await self._inbox.catch_up(("jobs", "groups"))
+        try:
+            await self._inbox.catch_up(("jobs", "groups"))
+        except TruncatedError:
+            raise
+        except LogError:  # the log may wait for the same disk; whoever asks tries again
+            return True
         state = self._inbox.state
         return job.job_id not in state.closed and job.run_id not in state.ended_runs
 

@@ -1,6 +1,7 @@
 """Model and optimizer of one job between two manifests. Blocking; always used from the one thread that trains."""
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +37,7 @@ from rollstream.learner.scoring.scored_batch import asked_of, batch_of, encoded
 from rollstream.learner.scoring.scores import NONE, Scores
 from rollstream.schemas import ids
 from rollstream.schemas.devices import own_threads
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.permissions import NOTHING, Permissions
 from rollstream.schemas.settings import ModelSettings
@@ -324,9 +325,7 @@ class JobTrainer:
     def train_known(
         self, known: TrainedStep | None, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], **how: Any
     ) -> StepResult:
-        """`train` to the same bits as before, if it was trained before; `known`: its step. New versions are trained
-        with the threads of this learner, of which the one before may have had another number. `how`: see `train`.
-        """
+        """`train` to the bits of `known`, its step before, if it has one: with as many threads. `how`: see `train`."""
         if known is None or not self._settings.model.deterministic:  # then published weights count, whatever the bits
             return self.train(planned, trajectories, **how)
         threads = known.threads if known.threads != self._settings.threads else 0
@@ -334,8 +333,9 @@ class JobTrainer:
             self.use_threads(threads)
         try:
             return self.train(planned, trajectories, micro_batch_tokens=known.micro_batch_tokens, **how)
-        finally:
-            if threads and not self.model.ranks.is_stuck:
+        finally:  # of other errors the processes do not learn from each other: they wait, until this one ends
+            is_known_to_all = isinstance(sys.exception(), (RollstreamError, OSError, type(None)))
+            if threads and is_known_to_all and not self.model.ranks.is_stuck:
                 self.use_threads(0)
 
     @contextmanager

@@ -65,10 +65,11 @@ async def _check_version(
         raise ConfigError(f"{location}: {wrong}")
     try:
         await asyncio.to_thread(artifacts.check, published.artifact)
+    except StoreUnavailableError as error:
+        raise ConfigError(f"{location}: {error}") from error
     except ArtifactError as error:
-        why = error if isinstance(error, StoreUnavailableError) else collected or error
         raise ConfigError(
-            f"{location}: its weights were removed: {why}; choose a version whose is_collected in "
+            f"{location}: its weights were removed: {collected or error}; choose a version whose is_collected in "
             "weight_versions is false"
         ) from error
 

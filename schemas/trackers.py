@@ -52,7 +52,7 @@ class WandbSettings(TrackerSettings):
     """User or team; None: the key's default."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes files in the workspace, which `wandb sync` sends later."""
-    tags: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
     """Tags of each run there."""
 
 

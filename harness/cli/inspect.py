@@ -103,19 +103,18 @@ def plot(run: str, output: Path | None, no_wait: bool, workspace: Path) -> None:
 def track(run: str, kind: str, options: tuple[tuple[str, str], ...], again: bool, workspace: Path) -> None:
     """Send a run's metrics to an experiment tracker.
 
-    Sends what the tracker does not have yet and exits; during the run, the `trackers` of its file do so all the time.
+    Sends what the tracker does not have yet and exits; during a run, the trackers in its file do this continuously.
     The same kind and keys are the same tracker, so that nothing is sent twice.
     """
     from rollstream.metrics.sql.client import check_run
-    from rollstream.metrics.trackers.follow import forget
     from rollstream.metrics.trackers.service import Tracking
 
     settings = _tracker_settings(kind, options)
     check_run(workspace, run)
     tracking = Tracking(settings, workspace, (run,))
-    if again:
-        forget(workspace, settings, run)
     try:
+        if again:
+            tracking.forget()
         tracking.catch_up(to_the_end=True)
     finally:
         tracking.close()

@@ -107,8 +107,8 @@ async def rollback_request(
     where = str(target)
     group, collected = await versions_of(log, target.model_group, target.version)
     published = group.published.get(target.version)
-    missing = _missing(target, group)
-    if published is not None:
+    missing = _missing(target, group) if published is None else _gone(collected) if collected else ""
+    if published is not None and not missing and not _is_open(progress, target.model_group):  # a fork may be advised
         missing = await _removed(artifacts, published, collected)
     job_id, job = _open_job(progress, target, missing or _fork(progress, target))
     assert job.submitted is not None
@@ -120,8 +120,8 @@ async def rollback_request(
     if target.version >= planned:
         raise ConfigError(f"{where}: version {target.version} is the newest one; give an earlier version")
     await _check_pending(log, target, job_id, where)
-    if missing:
-        raise ConfigError(f"{where}: {missing}")
+    if removed := await _removed(artifacts, published, collected):
+        raise ConfigError(f"{where}: {removed}")
     return RollbackRequested(
         run_id=target.run_id,
         time_ms=time_ms,
@@ -142,8 +142,12 @@ def _fork(progress: "Progress", target: Target) -> str:
 
 def _missing(target: Target, group: "GroupState") -> str:
     """That the model group has no such version, and which it has."""
-    kept = f"give {min(group.published)} to {max(group.published)}" if group.published else "wait for its first one"
+    kept = f"it has {min(group.published)} to {max(group.published)}" if group.published else "it has none yet"
     return f"{target.model_group} has no version {target.version}; {kept}"
+
+
+def _gone(why: object) -> str:
+    return f"its weights were removed: {why}; choose a version whose is_collected in weight_versions is false"
 
 
 async def _removed(artifacts: "ArtifactStore", published: "WeightsPublished", collected: str) -> str:
@@ -153,9 +157,14 @@ async def _removed(artifacts: "ArtifactStore", published: "WeightsPublished", co
     except StoreUnavailableError:
         raise
     except ArtifactError as error:
-        why = collected or error
-        return f"its weights were removed: {why}; choose a version whose is_collected in weight_versions is false"
+        return _gone(collected or error)
     return ""
+
+
+def _is_open(progress: "Progress", model_group: str) -> bool:
+    """Whether a job of the group goes on."""
+    own = [one for one in progress.jobs.values() if one.submitted and one.submitted.model_group == model_group]
+    return progress.ended is None and any(job.outcome is None for job in own)
 
 
 def _open_job(progress: "Progress", target: Target, otherwise: str) -> "tuple[str, JobProgress]":

@@ -128,8 +128,8 @@ def check_tasks(jobs: tuple[JobSpec, ...], examples: list[dataset.Example]) -> N
         if size > limit:
             raise ConfigError(
                 f"job {spec.job_id}: the task of example {largest.example_id[:100]!r} would have {size} bytes, "
-                f"more than the {limit} of a record: {len(orjson.dumps(largest.inputs))} of its inputs, the others of "
-                "settings such as environment_config; shorten them"
+                f"more than the {limit} of a record: {len(orjson.dumps(largest.inputs))} are its inputs, the rest "
+                "settings such as environment_config; shorten either"
             )
 
 

@@ -30,8 +30,11 @@ class Repeats:
         """The record to write, with the number of those left out before it; None if it is one of these."""
         if record.levelno < logging.WARNING or record.name.partition(".")[0] == "rollstream":
             return record
-        text = record.getMessage()
-        key = record.name, f"{text} {record.exc_info[1]!r}" if record.exc_info else text
+        try:
+            text = record.getMessage()
+            key = record.name, f"{text} {record.exc_info[1]!r}" if record.exc_info else text
+        except Exception:  # noqa: BLE001 -- `emit` reports a record that cannot be formatted
+            return record
         written_at, num_left_out = self._known.get(key, (-REPEATED_S, 0))
         if 0 <= record.created - written_at < REPEATED_S:
             self._known[key] = written_at, num_left_out + 1

@@ -24,6 +24,8 @@ from rollstream.schemas.errors import RunFailedError
 
 POLL_S = 0.2
 GRACE_S = 20.0
+UNNEEDED_BACKOFF_S = 60.0
+"""Seconds before a child that the run does not need is started again."""
 GRACE_WITHOUT_LOG_S = 2.0
 """Seconds that the children get to stop while the log is down: they can send and commit nothing."""
 SILENCE_S = 120.0
@@ -56,7 +58,7 @@ class ChildSpec:
     is_forked: bool = False
     """Start it by the fork server, if there is one; `command` is the interpreter, `-m`, and what to run then."""
     is_needed: bool = True
-    """Whether the run fails if it exits too often; otherwise it is always restarted."""
+    """Whether the run fails if it exits too often; otherwise it is restarted at long intervals."""
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Supervisor:
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     grace_s: float = GRACE_S
     first_backoff_s: float = FIRST_BACKOFF_S
+    unneeded_backoff_s: float = UNNEEDED_BACKOFF_S
     silence_s: Callable[[str, int], float] = lambda name, pid: 0.0
     """Seconds since the child of this name and process id gave a sign of life; 0 before the first one."""
     monotonic: Callable[[], float] = time.monotonic
@@ -125,7 +128,8 @@ class Supervisor:
     def progressed(self) -> None:
         """The run made progress: earlier restarts no longer count."""
         for child in self._children:
-            child.restarts.reset()
+            if child.spec.is_needed:
+                child.restarts.reset()
 
     async def watch(self) -> None:
         """Restart children that exit, until cancelled. Raises RunFailedError when one exits too often."""
@@ -211,14 +215,18 @@ class Supervisor:
         """Delay in seconds before an exited child is restarted. Raises RunFailedError if it exited too often."""
         name = child.spec.name
         words = self.last_words(name)
-        self.total_restarts += 1
+        self.total_restarts += child.spec.is_needed
         how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
         if reason := self.waits_for():
             logger.warning("service %s %s: %s; it will be restarted", name, how, reason)
             return self.first_backoff_s
         child.is_alone |= code > 0
         wait_s = child.restarts.add()
-        if child.restarts.are_too_many and child.spec.is_needed:
+        if not child.spec.is_needed:
+            level = logging.WARNING if child.restarts.count == 1 else logging.INFO
+            logger.log(level, "service %s %s; restarting in %.0f s: %s", name, how, self.unneeded_backoff_s, words)
+            return self.unneeded_backoff_s
+        if child.restarts.are_too_many:
             raise RunFailedError(
                 f"service {name} exited {child.restarts.count} times without progress (the last time it {how}): "
                 f"{words} (see {self.logs / name}.log)"

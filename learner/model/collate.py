@@ -176,10 +176,12 @@ def _check_finite(rows: Iterable[TrainRow], members: Sequence[Member]) -> None:
             odd_T = _odd(1.0 if value is None else value, one.mask)
             if len(odd_T):
                 member = members[one.row.member] if members else Member()
+                is_large = name == "advantage" and not np.isnan(odd_T[0])
+                remedy = "choose an algorithm.advantage that divides by their standard deviation"
                 raise RunFailedError(
                     f"rollout {member.rollout_id} of group {member.group_id} has the reward {member.reward:g} and the "
-                    f"{name} {odd_T[0]:g}, which is not a finite number in float32; scale the rewards down, or choose "
-                    "an algorithm.advantage that divides by their standard deviation"
+                    f"{name} {odd_T[0]:g}, which is not a finite number in float32; "
+                    + (f"scale the rewards down, or {remedy}" if is_large else "correct the algorithm that computed it")
                 )
 
 

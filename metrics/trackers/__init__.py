@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.metrics.trackers import follow, service, table
+    from rollstream.metrics.trackers import service, table
 
-__all__ = ["follow", "service", "table"]
+__all__ = ["service", "table"]

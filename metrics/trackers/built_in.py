@@ -58,7 +58,8 @@ def _opened(path: Path, size_bytes: int) -> BinaryIO:
     if file.tell() < size_bytes:
         file.close()
         raise TrackerError(
-            f"{path} was removed or cut off; `rollstream track --again` sends all points of the run once more"
+            f"{path} was removed or cut off; stop this tracker, and send all points of the run once more: "
+            f"`rollstream track RUN --to tensorboard -o log_dir {path.parent.parent.parent} --again`"
         )
     file.truncate(size_bytes)
     file.seek(size_bytes)
@@ -93,11 +94,16 @@ class WandbRun:
                 resume="allow",
                 reinit="create_new",
                 settings=wandb.Settings(
-                    console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True
+                    console="off",
+                    silent=True,
+                    x_disable_stats=True,
+                    x_disable_meta=True,
+                    x_disable_machine_info=True,
+                    disable_git=True,
                 ),
             )
         except Exception as error:
-            if isinstance(error, (wandb.Error, OSError)):
+            if isinstance(error, (wandb.Error, OSError, ValueError, TypeError)):
                 raise
             # its own process is gone, and `wandb` starts no other one
             raise TrackerDownError(f"wandb cannot be used in this process any more: {describe(error)}") from error

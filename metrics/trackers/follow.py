@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollstream.eventlog.files import move, read_json, remove_whole, write_whole
+from rollstream.eventlog.files import move, read_json, write_whole
 from rollstream.metrics.trackers.points import (
     MAX_POINTS,
     Ask,
@@ -87,8 +87,10 @@ class TrackedRun:
         """
         jobs = jobs_of(ask, self._run_id)
         is_over = bool(jobs) and all(job.is_over for job in jobs)
-        if not jobs or (is_over and self._is_finished):
+        is_at_the_end = ask is ask_fresh
+        if not jobs or (is_over and self._is_finished and not is_at_the_end):
             return False
+        self._is_finished = False
         self._take()
         for job in jobs:
             if self._sent_of(job.job_id).sending:
@@ -107,6 +109,13 @@ class TrackedRun:
             if not new_keys(ask_fresh, self._run_id, known):
                 self._finish(jobs)
         return len(keys) >= MAX_POINTS
+
+    def forget(self) -> None:
+        """Forget what the tracker has, so that everything is sent again. Raises TrackerError as `send_new` does."""
+        self._take()
+        for path in self._folders[OPEN].glob("*.json"):
+            path.unlink()
+        self._sent.clear()
 
     def close(self) -> None:
         """Close the trackers and let other processes send. Raises whatever a tracker raises."""
@@ -162,14 +171,23 @@ class TrackedRun:
         self.num_points += len(sent.sending)
 
     def _finish(self, jobs: list[TrackedJob]) -> None:
-        """Give the trackers the states of their jobs at the end."""
-        with ExitStack() as closing:
+        """Give the trackers the states of their jobs at the end. Raises the first error of one, at the end."""
+        with ExitStack() as ending:
+            ending.callback(self._put_aside)
             for job in jobs:
                 sent = self._sent_of(job.job_id)
-                if sent.num_points and sent.state != job.state:
-                    closing.callback(self._tracker(job).close, job.state)
-                    self._trackers.pop(job.job_id)
-                    self._write(job.job_id, sent.model_copy(update={"state": job.state}))
+                if not sent.num_points or sent.state == job.state:
+                    continue
+                tracker = self._tracker(job)
+                del self._trackers[job.job_id]
+                try:
+                    tracker.close(job.state)
+                except Exception as error:  # noqa: BLE001 -- raised once the others have ended
+                    ending.callback(_raise, error)
+                self._write(job.job_id, sent.model_copy(update={"state": job.state}))
+
+    def _put_aside(self) -> None:
+        """Move the run to those that have ended."""
         self._close_trackers()
         self._folders[ENDED].parent.mkdir(parents=True, exist_ok=True)
         move(self._folders[OPEN], self._folders[ENDED])
@@ -199,20 +217,16 @@ class TrackedRun:
         return self._folders[OPEN] / f"{file_name(job_id)}.json"
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 def _json_values(result: Any) -> dict[str, Any]:
     """The result of a `log`. Raises TrackerError if it cannot be kept."""
     try:
         return {} if result is None else json.loads(json.dumps(dict(result)))
     except (TypeError, ValueError) as error:
         raise TrackerError(f"its log returned {result!r}; return a mapping of JSON values, or nothing") from error
-
-
-def forget(workspace: Path, settings: TrackerSettings, run_id: str) -> None:
-    """Forget what a tracker has of a run, so that all of it is sent again."""
-    for name in (OPEN, ENDED):
-        folder = folder_of(workspace, settings) / name / file_name(run_id)
-        if folder.exists():
-            remove_whole(folder)
 
 
 def folder_of(workspace: Path, settings: TrackerSettings) -> Path:

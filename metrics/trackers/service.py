@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from rollstream.metrics.sql.client import NotServedError, query
@@ -17,6 +17,8 @@ from rollstream.schemas.trackers import TrackerSettings
 MAX_BACKOFF_S = 300.0
 BLOCKED_S = 300.0
 """Seconds after which a tracker that does not return is reported."""
+UNSERVED_S = 30.0
+"""Seconds after which a metrics service that is not up is reported."""
 END_TIMEOUT_S = 15.0
 """Maximum seconds for what is left when the service is asked to end."""
 QUERY_TIMEOUT_S = 60.0
@@ -32,24 +34,29 @@ async def serve(settings: TrackerServiceSettings) -> None:
     tracking = Tracking(settings.tracker, settings.workspace, settings.runs, is_served=True)
     logger.info("ready (%s)", settings.tracker.kind)
     sending: asyncio.Future[None] | None = None
-    backoff_s = 0.0
+    interval_s = settings.tracker.poll_interval_s
+    backoff_s = unserved_s = 0.0
     try:
         while True:
             sending = asyncio.ensure_future(asyncio.to_thread(tracking.catch_up))
             await _warn_if_blocked(sending, settings.tracker.kind)
             try:
                 await asyncio.shield(sending)
-                backoff_s = 0.0
-            except NotServedError:  # it starts, or is being restarted
-                backoff_s = 0.0
+                backoff_s = unserved_s = 0.0
+            except NotServedError as error:  # it starts, or is being restarted
+                if unserved_s <= UNSERVED_S < unserved_s + interval_s:
+                    logger.error("%s; nothing is sent until then", error)
+                unserved_s += interval_s
             except TrackerDownError:
+                sending = None
                 raise
             except Exception as error:  # noqa: BLE001 -- logged: a tracker that fails must not end the service
-                backoff_s = min(MAX_BACKOFF_S, max(settings.tracker.poll_interval_s, 2 * backoff_s))
+                backoff_s = min(MAX_BACKOFF_S, max(interval_s, 2 * backoff_s))
                 _log(error)
-            await asyncio.sleep(max(backoff_s, settings.tracker.poll_interval_s))
+            await asyncio.sleep(max(backoff_s, interval_s))
     finally:
-        await _end(tracking, sending)
+        if sending is not None:
+            await _end(tracking, sending)
 
 
 async def _warn_if_blocked(sending: "asyncio.Future[None]", kind: str) -> None:
@@ -61,20 +68,23 @@ async def _warn_if_blocked(sending: "asyncio.Future[None]", kind: str) -> None:
         await asyncio.wait({sending})
 
 
-async def _end(tracking: "Tracking", sending: "asyncio.Future[None] | None") -> None:
+async def _end(tracking: "Tracking", sending: "asyncio.Future[None]") -> None:
     """Send what the log has, as far as there is time, and close the trackers."""
     ending = asyncio.ensure_future(_send_rest(tracking, sending))
     done, _ = await asyncio.wait({ending}, timeout=END_TIMEOUT_S)
     if not done:
         logger.error("not all was sent within %.0f s; `rollstream track` sends the rest", END_TIMEOUT_S)
-    elif error := ending.exception():
+    elif isinstance(error := ending.exception(), NotServedError):
+        logger.error(
+            "not all may have been sent, because the metrics service has ended; `rollstream track` sends the rest"
+        )
+    elif error is not None:
         _log(error)
         logger.error("not all was sent; `rollstream track` sends the rest")
 
 
-async def _send_rest(tracking: "Tracking", sending: "asyncio.Future[None] | None") -> None:
-    if sending is not None:
-        await asyncio.wait({sending})
+async def _send_rest(tracking: "Tracking", sending: "asyncio.Future[None]") -> None:
+    await asyncio.wait({sending})
     try:
         await asyncio.to_thread(tracking.catch_up, to_the_end=True)
     finally:
@@ -133,6 +143,11 @@ class Tracking:
         if errors:
             raise errors[0] if len(errors) == 1 else ExceptionGroup("trackers", errors)
 
+    def forget(self) -> None:
+        """Forget what the tracker has of the named runs, so that everything is sent again."""
+        for run_id in self._named:
+            self._runs.setdefault(run_id, self._tracked(run_id)).forget()
+
     def close(self) -> None:
         """Close all trackers. Raises whatever one raises."""
         with ExitStack() as closing:
@@ -146,7 +161,8 @@ class Tracking:
         running = {run_id for (run_id,) in ask("SELECT run_id FROM runs WHERE state = 'running'")}
         begun = set(unfinished_runs(self._workspace, self._settings))
         for run_id in self._runs.keys() - running - begun:
-            self._runs.pop(run_id).close()
+            with suppress(Exception):  # what it was to get is recorded
+                self._runs.pop(run_id).close()
         yield from sorted(running | begun)
 
     def _tracked(self, run_id: str) -> TrackedRun:

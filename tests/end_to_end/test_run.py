@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 def test_runs_train_share_a_workspace_and_can_be_asked(project: Any) -> None:
     tracked = project.configuration(num_epochs=3)
     boards = project.folder / "boards"
-    trackers = [{"kind": "tensorboard", "log_dir": str(boards)}, {"kind": "python:json.dumps"}]
+    trackers = [{"kind": "tensorboard", "log_dir": str(boards), "poll_interval_s": 0.5}, {"kind": "python:json.dumps"}]
     tracked["trainers"]["trainer"]["trackers"] = trackers
     config = project.write(tracked)
     done = project.run("finetune", "--config_file", str(config), "--result_json_path", str(project.result))

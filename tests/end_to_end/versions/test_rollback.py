@@ -22,7 +22,7 @@ def test_a_run_goes_on_from_an_earlier_version_and_replays_equal(project: Any) -
         wait(lambda: len(versions(project)) > 3, project, running)
         refused = project.run("rollback", "demo@4999")
         assert refused.returncode == 1
-        assert refused.stderr.startswith("error: demo/policy@4999: demo/policy has no version 4999; give 0 to ")
+        assert refused.stderr.startswith("error: demo/policy@4999: demo/policy has no version 4999; it has 0 to ")
         asked = project.run("rollback", "demo@2", "--reason", "worse")
         assert asked.returncode == 0, asked.stderr
         assert asked.stdout.startswith("requested: demo/policy returns to version 2 ")

@@ -118,7 +118,7 @@ def test_an_unknown_run_group_or_version_is_refused_with_the_known_ones(lab: Lab
         assert await lab.refusal("run-1/verifier@1") == (
             "run-1/verifier@1: run run-1 trains no model group verifier; name one that it trains: run-1/policy"
         )
-        assert await lab.refusal("run-1@9") == "run-1/policy@9: run-1/policy has no version 9; give 0 to 3"
+        assert await lab.refusal("run-1@9") == "run-1/policy@9: run-1/policy has no version 9; it has 0 to 3"
 
     asyncio.run(scenario())
 
@@ -164,7 +164,7 @@ def test_a_fork_is_advised_only_from_a_version_that_exists(lab: Lab) -> None:
         for remedy in ("job run-1/rl has succeeded and no other job trains the model group now", "run run-1 has ended"):
             unknown, removed = await lab.refusal("run-1@9"), await lab.refusal("run-1@1")
             assert remedy in unknown
-            assert unknown.endswith("; run-1/policy has no version 9; give 0 to 3")
+            assert unknown.endswith("; run-1/policy has no version 9; it has 0 to 3")
             assert removed.endswith("; choose a version whose is_collected in weight_versions is false")
             assert "--fork" not in unknown + removed
             await lab.log.send(RunEnded(run_id="run-1", time_ms=1, cause="completed"))

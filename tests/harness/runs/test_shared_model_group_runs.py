@@ -91,7 +91,7 @@ def test_a_rollback_is_refused_with_a_fork_of_a_version_that_exists(rig: GroupRi
         fork = f"begin a new run from it with `rollstream finetune --fork {GROUP}@1`"
         why = f"{GROUP}@1: jobs of a shared model group train it, and each begins with the newest version; "
         assert await refusal(rig, f"{GROUP}@1") == why + fork
-        assert await refusal(rig, f"{GROUP}@7") == why.replace("@1", "@7") + f"{GROUP} has no version 7; give 0 to 2"
+        assert await refusal(rig, f"{GROUP}@7") == why.replace("@1", "@7") + f"{GROUP} has no version 7; it has 0 to 2"
         await succeeded(rig, job_id, 2)
         assert await refusal(rig, f"{GROUP}@1") == why + fork
         await rig.log.send(RunEnded(run_id=RUN, time_ms=1, cause="stopped"))

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.metrics.service import run as run_metrics
+from rollstream.metrics.trackers import service
 from rollstream.metrics.trackers.built_in import EventFile
 from rollstream.metrics.trackers.points import Point, TrackedJob
 from rollstream.metrics.trackers.service import Tracking, serve
@@ -92,6 +93,8 @@ def test_the_service_sends_over_outages_and_what_is_left_when_it_is_stopped(
     workspace = tmp_path
     monkeypatch.setattr(Collected, "points", [])
     monkeypatch.setattr(Collected, "num_failures", 2)
+    monkeypatch.setattr(service, "UNSERVED_S", 0.0)
+    monkeypatch.setattr(service, "END_TIMEOUT_S", 120.0)
     tracker = CustomTrackerSettings(
         kind=f"python:{__name__}.Collected", options={"prefix": "mine"}, poll_interval_s=0.05
     )
@@ -108,7 +111,8 @@ def test_the_service_sends_over_outages_and_what_is_left_when_it_is_stopped(
         log = MemoryLog(num_partitions=2)
         await log.send_all(run_events)
         serving = asyncio.create_task(serve(settings))
-        await asyncio.sleep(0.2)  # the metrics service is not up yet
+        while "is not up" not in caplog.text:
+            await asyncio.sleep(0.05)
         projecting = asyncio.create_task(run_metrics(log, workspace))
         while Collected.num_failures:
             await asyncio.sleep(0.05)

@@ -57,14 +57,15 @@ def test_with_external_services_trackers_are_only_mentioned(
 
 
 def test_a_tracker_that_ends_again_and_again_fails_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log = "print('2026-01-01 00:00:00,000 ERROR rollstream.metrics: not all was sent', flush=True)"
-    command = spec("tracker-1", f"{log}; raise SystemExit('error: no board')").command
+    begun = tmp_path / "begun"
+    command = spec("tracker-1", f"open({str(begun)!r}, 'a').write('x'); raise SystemExit('error: no board')").command
 
     async def scenario() -> None:
-        supervisor = Supervisor([ChildSpec("tracker-1", command, is_needed=False)], tmp_path, first_backoff_s=0.001)
+        child = ChildSpec("tracker-1", command, is_needed=False)
+        supervisor = Supervisor([child], tmp_path, unneeded_backoff_s=0.01)
         supervisor.start()
         watching = asyncio.create_task(supervisor.watch())
-        while supervisor.total_restarts <= MAX_RESTARTS + 1 and not watching.done():
+        while (not begun.exists() or begun.stat().st_size <= MAX_RESTARTS + 1) and not watching.done():
             await asyncio.sleep(0.05)
         assert not watching.done()
         watching.cancel()
@@ -73,7 +74,29 @@ def test_a_tracker_that_ends_again_and_again_fails_no_run(tmp_path: Path, caplog
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
-    assert "error: no board" in caplog.text
+    warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert [text for text in warnings if "error: no board" in text] == warnings
+    assert len(warnings) == 1, "it is reported once"
+
+
+def test_the_last_error_of_a_tracker_is_passed_on_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    line = "2026-01-01 00:00:00,000 ERROR rollstream.metrics: not all was sent"
+    code = (
+        f"import signal, sys, time; end = lambda *_: (print({line!r}, flush=True), sys.exit(0)); "
+        "signal.signal(signal.SIGTERM, end); print('ready', flush=True); time.sleep(60)"
+    )
+
+    async def scenario() -> None:
+        child = ChildSpec("tracker-1", spec("tracker-1", code).command, is_needed=False)
+        supervisor = Supervisor([child], tmp_path)
+        supervisor.start()
+        log = tmp_path / "tracker-1.log"
+        while not log.exists() or "ready" not in log.read_text():
+            await asyncio.sleep(0.05)
+        await supervisor.stop()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(scenario())
     assert "tracker-1: not all was sent" in caplog.text
 
 
