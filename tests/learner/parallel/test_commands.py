@@ -45,7 +45,7 @@ def test_a_manifest_is_trained_by_the_model_of_its_own_job(lab: Any) -> None:
         trajectories = [assembled[member.trajectory_id] for member in planned.members]
         alone = JobTrainer(jobs[0], threads=1, permissions=lab.permissions)
         alone.train(planned, trajectories)
-        data = encoded(planned, trajectories, NONE, {"tokens": 2048, "recorded": None, "kept": None})
+        data = encoded(planned, trajectories, NONE, {"tokens": 2048, "recorded": None, "restarts": True, "kept": None})
         return jobs, data, published_sha256(alone.model)
 
     (first, other), data, trained = asyncio.run(recorded())
