@@ -39,12 +39,12 @@ def epochs_with_reward(workspace: Path, run_id: str, *, fresh: bool) -> "Result"
 
     Raises QueryError as `plot_run` does.
     """
+    from rollstream.metrics.projection.columns import quoted
     from rollstream.metrics.sql.client import check_run, query
 
-    name = run_id.replace("'", "''")
     sql = (
         "SELECT job_id, epoch, avg_reward, coalesce(reward_std, 0), curriculum_percentile FROM epoch_summary "
-        f"WHERE run_id = '{name}' AND avg_reward IS NOT NULL "
+        f"WHERE run_id = {quoted(run_id)} AND avg_reward IS NOT NULL "
         "ORDER BY min(started_at) OVER (PARTITION BY job_id), job_id, epoch"
     )
     epochs = query(workspace, sql, fresh=fresh, limit=100_000)

@@ -16,6 +16,11 @@ OF_ALL = frozenset({"run_id", "time_ms"})
 """Columns of every table, which `rows_of` fills."""
 
 
+def quoted(text: str) -> str:
+    """A text as a literal of SQL."""
+    return "'" + text.replace("'", "''") + "'"
+
+
 @cache
 def read_sql() -> tuple[str, str]:
     """The statements that make the tables, and those that make the views."""

@@ -20,7 +20,7 @@ from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import TopicPartition
 from rollstream.metrics.projection import tables
 from rollstream.metrics.projection.attempts import MEMBERS, PLANNED_AT, READ, TRAINED_BATCHES, Inserted, attempts_of
-from rollstream.metrics.projection.columns import read_sql
+from rollstream.metrics.projection.columns import quoted, read_sql
 from rollstream.metrics.projection.inserts import inserts_into
 from rollstream.metrics.projection.scratch import remove_left_scratch
 from rollstream.schemas.errors import RollstreamError
@@ -105,8 +105,7 @@ def close_doors(connection: duckdb.DuckDBPyConnection, scratch: Path | None, mem
     found = connection.execute("SELECT coalesce(sum(memory_usage_bytes), 0)::BIGINT FROM duckdb_memory()").fetchone()
     used = found[0] if found else 0
     connection.execute(f"SET memory_limit = '{used + memory_bytes}B'")
-    folder = str(scratch or "").replace("'", "''")
-    connection.execute(f"SET temp_directory = '{folder}'")
+    connection.execute(f"SET temp_directory = {quoted(str(scratch or ''))}")
     if scratch is not None:
         connection.execute(f"SET max_temp_directory_size = '{MAX_SPILLED}'")
     connection.execute("SET TimeZone = 'UTC'")  # else DuckDB takes the machine's

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollstream.metrics.projection.columns import quoted
 from rollstream.metrics.projection.database import OPEN_CONFIG, FileInUseError, MetricsFileError, connect, metrics_file
 from rollstream.metrics.projection.tables import are_of_another_version
 from rollstream.metrics.sql.query import Limits, start
@@ -78,8 +79,7 @@ def query(
 
 def check_run(workspace: Path, run_id: str, *, fresh: bool = True) -> None:
     """Raises QueryError for a run that the metrics do not have; see `query` for `fresh`."""
-    name = run_id.replace("'", "''")
-    if query(workspace, f"SELECT 1 FROM runs WHERE run_id = '{name}'", fresh=fresh).rows:
+    if query(workspace, f"SELECT 1 FROM runs WHERE run_id = {quoted(run_id)}", fresh=fresh).rows:
         return
     newest = f"SELECT run_id FROM runs ORDER BY started_at DESC, run_id LIMIT {NAMED_RUNS}"
     known = ", ".join(row[0] for row in query(workspace, newest, fresh=False).rows) or "none yet"

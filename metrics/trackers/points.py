@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, Field
 
+from rollstream.metrics.projection.columns import quoted
 from rollstream.schemas import ids
 from rollstream.schemas.errors import RollstreamError
 
@@ -89,11 +90,6 @@ SentBySeries = Mapping[Series, Sent]
 def file_name(text: str) -> str:
     """A run's or a job's id as the name of one file: ids come from records, which may hold any text."""
     return quote(text, safe="") if text.strip(".") else text.replace(".", "%2E")
-
-
-def quoted(text: str) -> str:
-    """A text as a literal of SQL."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 def jobs_of(ask: Ask, run_id: str) -> list[TrackedJob]:

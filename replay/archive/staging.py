@@ -13,6 +13,7 @@ import duckdb
 from rollstream.eventlog.files import sync_file
 from rollstream.eventlog.log import Record
 from rollstream.metrics.parquet import PARQUET_FILE, pattern_of
+from rollstream.metrics.projection.columns import quoted
 from rollstream.metrics.projection.database import one_line
 from rollstream.replay.archive.manifest import hash_file
 from rollstream.schemas.errors import LogError
@@ -78,7 +79,7 @@ class Staging:
         """Write the added records to a file and start a new one. Raises LogError if the file cannot be written."""
         if self._held or not self._parts:
             self._flush()
-        parts = ", ".join(_quoted(pattern_of(part)) for part in self._parts)
+        parts = ", ".join(quoted(pattern_of(part)) for part in self._parts)
         self._copy(f"(SELECT * FROM read_parquet([{parts}], hive_partitioning = false))", path, "zstd")
         sync_file(path)
         written = Written(hash_file(path), self._num_records, self._content_bytes)
@@ -121,13 +122,9 @@ class Staging:
     def _copy(self, source: str, path: Path, codec: str) -> None:
         options = f"FORMAT parquet, COMPRESSION {codec}, ROW_GROUP_SIZE_BYTES '{ROW_GROUP_BYTES}'"
         try:
-            self._connection.execute(f"COPY {source} TO {_quoted(str(path))} ({options})")
+            self._connection.execute(f"COPY {source} TO {quoted(str(path))} ({options})")
         except duckdb.Error as error:
             raise LogError(
                 f"file {path} of the export cannot be written: {one_line(error)}; free space there, "
                 "or give another --output"
             ) from error
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
