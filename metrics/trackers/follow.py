@@ -171,20 +171,25 @@ class TrackedRun:
         self.num_points += len(sent.sending)
 
     def _finish(self, jobs: list[TrackedJob]) -> None:
-        """Give the trackers the states of their jobs at the end. Raises the first error of one, at the end."""
-        with ExitStack() as ending:
-            ending.callback(self._put_aside)
-            for job in jobs:
-                sent = self._sent_of(job.job_id)
-                if not sent.num_points or sent.state == job.state:
-                    continue
-                tracker = self._tracker(job)
-                del self._trackers[job.job_id]
-                try:
-                    tracker.close(job.state)
-                except Exception as error:  # noqa: BLE001 -- raised once the others have ended
-                    ending.callback(_raise, error)
-                self._write(job.job_id, sent.model_copy(update={"state": job.state}))
+        """Give the trackers the states of their jobs at the end, then put the run aside.
+
+        Raises the first error of a `close` once all have ended, and at once that of a tracker that cannot be opened.
+        """
+        errors: list[Exception] = []
+        for job in jobs:
+            sent = self._sent_of(job.job_id)
+            if not sent.num_points or sent.state == job.state:
+                continue
+            tracker = self._tracker(job)
+            del self._trackers[job.job_id]
+            try:
+                tracker.close(job.state)
+            except Exception as error:  # noqa: BLE001 -- raised below
+                errors.append(error)
+            self._write(job.job_id, sent.model_copy(update={"state": job.state}))
+        self._put_aside()
+        if errors:
+            raise errors[0]
 
     def _put_aside(self) -> None:
         """Move the run to those that have ended."""
@@ -217,10 +222,6 @@ class TrackedRun:
         return self._folders[OPEN] / f"{file_name(job_id)}.json"
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 def _json_values(result: Any) -> dict[str, Any]:
     """The result of a `log`. Raises TrackerError if it cannot be kept."""
     try:
@@ -247,5 +248,5 @@ def _read(path: Path) -> SentPoints:
         return SentPoints.model_validate(found)
     except ValueError as error:
         raise TrackerError(
-            f"{path} is damaged; `rollstream track --again` sends all points of the run again"
+            f"{path} is damaged; `rollstream track` with the tracker's kind and keys and --again sends all points again"
         ) from error

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rollstream.metrics.trackers import built_in, follow, points
 from rollstream.metrics.trackers.built_in import EventFile
 from rollstream.metrics.trackers.follow import TrackedRun
-from rollstream.metrics.trackers.points import Point, TrackerError
+from rollstream.metrics.trackers.points import Point, TrackedJob, TrackerError
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import GroupClosed, RunEnded, TaskRequested
@@ -177,6 +177,29 @@ def test_a_log_that_returns_nothing_and_a_close_that_raises_stop_nothing(
     other = KeptTracker()
     send(tracked(other, workspace), workspace)
     assert other.points == {}
+
+
+def test_a_tracker_that_cannot_be_opened_at_the_end_gets_the_states_later(
+    projected: Projected, run_events: list[Event]
+) -> None:
+    workspace = projected([event for event in run_events if not isinstance(event, RunEnded)])
+    tracker = KeptTracker()
+    one = tracked(tracker, workspace)
+    send(one, workspace)
+    one.close()
+    projected([event for event in run_events if isinstance(event, RunEnded)])
+
+    def away(job: TrackedJob, kept: Mapping[str, Any]) -> Any:
+        raise ConnectionError("the server is away")
+
+    without = TrackedRun(RUN, SETTINGS, away, workspace)
+    with pytest.raises(ConnectionError):
+        send(without, workspace)
+    without.close()
+    assert follow.unfinished_runs(workspace, SETTINGS) == [RUN]
+    send(tracked(tracker, workspace), workspace)
+    assert sorted(tracker.closed[-2:]) == [(RL, "succeeded"), (SFT, "succeeded")]
+    assert follow.unfinished_runs(workspace, SETTINGS) == []
 
 
 def test_a_result_that_cannot_be_kept_names_the_method(projected: Projected, run_events: list[Event]) -> None:

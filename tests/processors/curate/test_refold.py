@@ -166,11 +166,7 @@ def test_an_epoch_that_was_refused_stays_refused_when_the_dataset_is_back(tmp_pa
         before = CurateShell(log, store, service="p", retry=QUICK)
         await before.take(await groups_batch(log))
         away.rename(path)
-        shell = CurateShell(log, store, service="q", retry=QUICK)
-        await shell.prepare(0, 6, before.metadata(0))
-        assert shell._fold is not None
-        assert before._fold is not None
-        assert shell._fold.state == before._fold.state
+        shell = await restarted(log, store, before)
         await log.send(EpochStarted(run_id=RUN, time_ms=9, job_id=ids.job_id(RUN, "rl"), epoch=1))
         await shell.take(await groups_batch(log, 6))
         tasks = await events_of(log, "tasks", Event)
@@ -179,6 +175,16 @@ def test_an_epoch_that_was_refused_stays_refused_when_the_dataset_is_back(tmp_pa
         assert not compared(await read_run(log, RUN), store).differences
 
     asyncio.run(go())
+
+
+async def restarted(log, store, before):
+    """A shell that goes on from the commit metadata of another one at offset 6, with the same state."""
+    shell = CurateShell(log, store, service="q", retry=QUICK)
+    await shell.prepare(0, 6, before.metadata(0))
+    assert shell._fold is not None
+    assert before._fold is not None
+    assert shell._fold.state == before._fold.state
+    return shell
 
 
 def enlarged(events, store):
@@ -202,11 +208,7 @@ def test_a_run_whose_tasks_no_record_has_room_for_ends_and_others_go_on(tmp_path
         (ended,) = [one for one in await events_of(log, "groups", Event) if isinstance(one, RunEnded)]
         assert (ended.run_id, ended.cause, ended.refused_at) == (RUN, "failed", 2)
         assert "a record for topic tasks has" in ended.message
-        shell = CurateShell(log, store, service="q", retry=QUICK)
-        await shell.prepare(0, 6, before.metadata(0))
-        assert shell._fold is not None
-        assert before._fold is not None
-        assert shell._fold.state == before._fold.state
+        shell = await restarted(log, store, before)
         await log.send(EpochStarted(run_id=RUN, time_ms=9, job_id=ids.job_id(RUN, "rl"), epoch=1))
         await shell.take(await groups_batch(log, 6))
         assert {one.run_id for one in await events_of(log, "tasks", Event)} == {"other"}
