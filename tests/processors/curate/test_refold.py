@@ -171,6 +171,7 @@ def test_an_epoch_that_was_refused_stays_refused_when_the_dataset_is_back(tmp_pa
         await shell.take(await groups_batch(log, 6))
         tasks = await events_of(log, "tasks", Event)
         assert {one.run_id for one in tasks} == {"other"}, "nobody asked for tasks of the refused run"
+        assert shell._fold is not None
         assert shell._fold.state.refused == {}
         assert not compared(await read_run(log, RUN), store).differences
 
