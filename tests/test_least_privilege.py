@@ -332,7 +332,7 @@ def test_the_document_gives_no_service_more_than_prefixed_reading() -> None:
     commands = commands_in(DOCUMENT.read_text(encoding="utf-8"))
     bindings = [one for command in commands for one in bindings_of(command)]
     assert {principal for _, _, _, principal, *_ in bindings} == {
-        f"User:{name}" for name in (*SERVED, "operator", "auditor")
+        f"User:{name}" for name in (*SERVED, "tracker", "operator", "auditor")
     }
     writers = {
         (name, principal) for kind, name, _, principal, _, operation, _ in bindings if (kind, operation) == (2, 4)

@@ -139,7 +139,10 @@ class Consumer(driver.Consumer):
                     await self.app.changed.wait()
             return None
         is_complete = len(ready) == len(active_partitions or ())
-        return await super()._getmany(ready, timeout if is_complete else HELD_POLL_S)
+        found = await super()._getmany(ready, timeout if is_complete else HELD_POLL_S)
+        for tp, fetched in found.items():
+            self.first_fetched.setdefault(tp, fetched[0].offset)
+        return found
 
     def check_membership(self) -> None:
         """Fail the host if joining the group is denied: aiokafka retries without limit and reports no error."""
@@ -158,21 +161,23 @@ class Consumer(driver.Consumer):
         wanted = self.wanted.get(tp)
         if wanted is None:
             return []
-        if fetched[0].offset > wanted and not await self._are_control_records(tp, wanted):
+        if fetched[0].offset > wanted and not await self._are_control_records(tp, wanted, fetched[0].offset):
             return []
         some = [one for one in fetched if one.offset >= wanted]
         if some:
             self.wanted[tp] = some[-1].offset + 1
         return some
 
-    async def _are_control_records(self, tp: TP, wanted: int) -> bool:
-        """Whether only control records, which aiokafka skips, are between the expected offset and the one that it has
-        reached: it was sought by an earlier poll, and nothing was delivered since. Otherwise it is sought now.
+    async def _are_control_records(self, tp: TP, wanted: int, reached: int) -> bool:
+        """Whether only control records, which aiokafka skips, are between the expected offset and the one reached: the
+        expected one was sought by an earlier poll, and no record between them was fetched since. Otherwise it is sought
+        now.
         """
         offset, poll = self.sought.get(tp, (-1, 0))
-        if offset == wanted and poll < self._num_polls:
+        if offset == wanted and poll < self._num_polls and self.first_fetched.get(tp, reached) >= reached:
             return True
         self.sought[tp] = (wanted, self._num_polls)
+        self.first_fetched.pop(tp, None)
         await self.seek(tp, wanted)
         return False
 
@@ -188,7 +193,7 @@ class Consumer(driver.Consumer):
             wanted, position = self.wanted[tp], await self.position(tp)
             if position is None or position < wanted:
                 await self.seek(tp, wanted)
-            elif position > wanted and await self._are_control_records(tp, wanted):
+            elif position > wanted and await self._are_control_records(tp, wanted, position):
                 self.passed[tp] = (wanted, position)
 
     async def perform_seek(self) -> None:
@@ -209,7 +214,7 @@ class Consumer(driver.Consumer):
         for tp in assigned:
             if not self.committed_offsets_read.get(tp):  # the others are already positioned
                 await self.seek(tp, wanted[tp])
-        self.wanted, self.sought, self.passed = wanted, {}, {}
+        self.wanted, self.sought, self.first_fetched, self.passed = wanted, {}, {}, {}
         for tp in assigned:
             self.app.prepare(tp, wanted[tp], self._thread.client.metadata_read(tp.topic, tp.partition))
 
@@ -242,6 +247,11 @@ class Consumer(driver.Consumer):
     def sought(self) -> dict[TP, tuple[int, int]]:
         """The expected offset that was last sought because others were fetched, and the number of the poll that had
         fetched them, by partition."""
+        return {}
+
+    @cached_property
+    def first_fetched(self) -> dict[TP, int]:
+        """Offset of the first record fetched since the last seek, by partition; it may have been lost."""
         return {}
 
     @cached_property
@@ -349,7 +359,7 @@ class Consumer(driver.Consumer):
     def _next_generation(self) -> None:
         for tp, offset in self.wanted.items():  # committed ones, if an assignment ended before it read anything
             self.reached[tp] = max(offset, self.reached.get(tp, 0))
-        self.wanted, self.sought, self.passed = {}, {}, {}
+        self.wanted, self.sought, self.first_fetched, self.passed = {}, {}, {}, {}
         self.app.next_generation()
 
 

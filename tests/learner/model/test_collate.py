@@ -165,7 +165,8 @@ def test_a_number_beyond_float32_is_reported_with_its_rollout_and_reward(name: s
     given: dict[str, Any] = {"advantage": {"advantages": per_token}, "weight": {"weights": per_token}}
     prepared = Prepared(**given.get(name, {"components": {"ce": per_token}}))
     batch = BatchView([unused, used], members)
-    expected = rf"rollout g/m1 of group g has the reward 1e\+150 and the {name} {re.escape(f'{value:g}')}, .*scale the"
+    remedy = "scale the rewards down" if name == "advantage" else "correct the algorithm"
+    expected = rf"rollout g/m1 of group g has the reward 1e\+150 and the {name} {re.escape(f'{value:g}')}, .*{remedy}"
     with pytest.raises(RunFailedError, match=expected):
         collate.prepared_rows(batch, prepared)
     trained, _ = collate.prepared_rows(replace(batch, revision=13), prepared)

@@ -138,15 +138,17 @@ def test_records_that_were_fetched_and_lost_are_fetched_again_though_no_others_c
         host = faust_host.create_host(own_broker, [shell], client_id="p", app_id="lossy")
         host.transport = _LossyTransport([URL(f"kafka://{own_broker.bootstrap_servers}")], host)
         await host.start()
-        end = (await log.end_offsets("steps"))[2]
-        deadline = time.monotonic() + 60
-        while shell.position(2) != end and time.monotonic() < deadline:
-            await asyncio.sleep(0.2)
-        assert isinstance(host.consumer, _LossyConsumer)
-        assert host.consumer.lost == 3
-        assert shell.position(2) == end > begin
-        await host.stop()
-        await log.close()
+        try:
+            end = (await log.end_offsets("steps"))[2]
+            deadline = time.monotonic() + 60
+            while shell.position(2) != end and time.monotonic() < deadline:
+                await asyncio.sleep(0.2)
+            assert isinstance(host.consumer, _LossyConsumer)
+            assert host.consumer.lost == 3
+            assert shell.position(2) == end > begin
+        finally:
+            await host.stop()
+            await log.close()
 
     asyncio.run(go())
 
