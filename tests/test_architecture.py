@@ -41,7 +41,7 @@ FLOORS = {
     "harness": [
         "harness/cli",
         "harness",
-        "harness/nat",
+        "harness/nat harness/datasets",
         "harness/components",
         "harness/recorded harness/replays harness/upkeep",
         "harness/runs",

@@ -2,8 +2,9 @@
 
 import asyncio
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,21 +22,96 @@ if TYPE_CHECKING:
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    help="A folder that does not exist (default: RUN-export).",
+    help="A folder, or with --format a file, that does not exist (default: RUN-export, RUN-FORMAT.jsonl).",
 )
 @click.option(
     "--weights", is_flag=True, help="Keep every published weight version, not only those that jobs start from."
 )
 @click.option("--partial", is_flag=True, help="Export what is left of a run whose records were partly removed.")
+@click.option(
+    "--format",
+    "format",
+    type=click.Choice(["trl-sft", "trl-dpo", "trl-kto", "openai-chat", "atif"]),
+    help="Write the rollouts as JSON Lines for other programs instead.",
+)
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Read an export instead of the topics (with --format).",
+)
+@click.option("--min_reward", type=float, help="Smallest reward of what is to be learned (with --format).")
+@click.option("--best", is_flag=True, help="Take only the best rollout of each group (trl-sft, openai-chat, atif).")
+@click.option("--agent", help="Take only this agent's trajectories (with --format).")
+@click.option("--validation", is_flag=True, help="Take rollouts of validations instead of training (with --format).")
 @BOOTSTRAP_SERVERS
 @WORKSPACE
-def export(
-    run: str, output: Path | None, weights: bool, partial: bool, bootstrap_servers: str | None, workspace: Path
-) -> None:
+def export(run: str, output: Path | None, bootstrap_servers: str | None, workspace: Path, **options: Any) -> None:
     """Export a run as Parquet files with a manifest of hashes.
 
-    Its artifacts are kept beside them; `replay --export` reads it.
+    Its artifacts are kept beside them; `replay --export` reads it. With --format: training data for other programs.
     """
+    if options["format"] is None:
+        _check_unused(options, ("source", "min_reward", "best", "agent", "validation"), "needs --format")
+        _export_archive(run, output or Path(f"{run}-export"), bootstrap_servers, workspace, **options)
+    else:
+        _check_unused(options, ("weights", "partial"), "is for exports without --format")
+        if options["format"] in ("trl-dpo", "trl-kto"):
+            _check_unused(options, ("best",), "is for trl-sft, openai-chat and atif")
+        path = output or Path(f"{run}-{options['format']}.jsonl")
+        _export_rows(run, path, bootstrap_servers, workspace, **options)
+
+
+def _check_unused(options: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
+    for name in names:
+        if options[name] not in (None, False):
+            raise click.UsageError(f"--{'from' if name == 'source' else name} {reason}")
+
+
+def _export_rows(run: str, path: Path, bootstrap_servers: str | None, workspace: Path, **options: Any) -> None:
+    from rollstream.eventlog.log import EventLog
+    from rollstream.harness.datasets.training_rows import RowOptions, Tally
+    from rollstream.harness.datasets.writing import FORMATS, check_new_file, write_rows
+    from rollstream.harness.services.workspace import Workspace, on_log
+    from rollstream.replay.source import Source, check_export
+
+    line, source = _progress_line(), options["source"]
+    check_new_file(path)
+    choice = RowOptions(options["min_reward"], options["best"])
+
+    async def write(log: EventLog) -> Tally:
+        try:
+            return await write_rows(
+                log,
+                run,
+                path,
+                FORMATS[options["format"]],
+                choice,
+                purpose="validation" if options["validation"] else "train",
+                agent=options["agent"],
+                report=lambda done, total: line.show_when_due(f"groups: {done} of {total}"),
+            )
+        finally:
+            line.clear()
+
+    async def write_exported() -> Tally:
+        async with Source(export=source).open() as (log, _):
+            return await write(log)
+
+    if source is None:
+        tally = on_log(Workspace(workspace), bootstrap_servers, "rollstream-export", write)
+    else:
+        check_export(source, run)
+        tally = asyncio.run(write_exported())
+    click.echo(f"run {run}: {tally.num_rows} rows in {path}")
+    for what, count in sorted(tally.left_out.items()):
+        if count:
+            click.echo(f"left out: {count} {what}", err=True)
+
+
+def _export_archive(
+    run: str, folder: Path, bootstrap_servers: str | None, workspace: Path, *, weights: bool, partial: bool, **_: Any
+) -> None:
     from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.eventlog.log import EventLog
     from rollstream.harness.replays.kept import check_ends
@@ -45,7 +121,6 @@ def export(
     from rollstream.replay.source import read_run
 
     layout, line = Workspace(workspace), _progress_line()
-    folder = output or Path(f"{run}-export")
     check_new(folder)
 
     async def write(log: EventLog) -> ExportManifest:

@@ -8,9 +8,10 @@ if TYPE_CHECKING:
         recorded_call,
         registry,
         rendering,
+        reply,
         rewards,
         scored_answers,
         user_code,
     )
 
-__all__ = ["environment", "recorded_call", "registry", "rendering", "rewards", "scored_answers", "user_code"]
+__all__ = ["environment", "recorded_call", "registry", "rendering", "reply", "rewards", "scored_answers", "user_code"]

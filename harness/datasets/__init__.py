@@ -1,0 +1,1 @@
+"""A run's recorded rollouts as training data for other programs: TRL, OpenAI's fine-tuning, ATIF."""
