@@ -7,6 +7,7 @@ A line is one JSON object of these:
 - `{"rollout_id", "example_id", "steps": [...], "reward", ...}`: a whole rollout.
 - `{"rollout_id", "step": {...}}`: one step of the named rollout.
 - `{"rollout_id", "reward": ...}`: the reward of a rollout on other lines.
+- `{"schema_version": "ATIF-v1.7", ...}`: a document of the Agent Trajectory Interchange Format.
 
 A rollout's line may also have `inputs` (or `question`, `answer`), `rewards` by name, `step_rewards` by the
 step's UUID, and `error`, which makes it a failed attempt. What is equal on several lines counts once, but for rollouts
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import JsonValue, ValidationError
 
+from rollstream.harness.recorded.atif_documents import is_document, rollout_line
 from rollstream.producers.traces.spans import Selection, recorded_steps, scores
 from rollstream.schemas.errors import DecodeError, first_invalid
 from rollstream.schemas.events.intermediate_steps import IntermediateStep, IntermediateStepType
@@ -147,7 +149,8 @@ class _Reader:
         if not isinstance(found, dict):
             raise _Unusable("not a JSON object; write one a line")
         _check_depth(raw, found)
-        is_repeatable = bool(STEP_KEYS & found.keys()) or found.get("rollout_id") is not None
+        named = bool(STEP_KEYS & found.keys()) or found.get("rollout_id") is not None
+        is_repeatable = named or found.get("session_id") is not None
         digest = hashlib.sha256(raw.strip()).digest()
         if is_repeatable and digest in self._seen:
             return
@@ -158,6 +161,8 @@ class _Reader:
         if STEP_KEYS & found.keys():
             step = IntermediateStep.model_validate(found)
             self._gathered(self._owner(step)).steps.append(step)
+        elif is_document(found):
+            self._take_rollout(rollout_line(found))
         elif "rollout_id" in found or "steps" in found:
             self._take_rollout(found)
         else:
