@@ -27,6 +27,16 @@ DIGESTED = "ce_digested"
 the fields that are not content. Its digest is sha256 of these bytes and a closing brace. Without the header it is that
 of the content with sorted keys; all records were written so until 2026-11-28.
 """
+HEADERS = {
+    "content-type": "Always application/json.",
+    "ce_specversion": "Version of CloudEvents, 1.0.",
+    "ce_id": "Id of the event, derived from what happened; the first record with an id in its partition counts.",
+    "ce_source": "Always rollstream.",
+    "ce_type": "Kind and version of the event.",
+    "ce_subject": "Key of the record.",
+    DIGESTED: "Number of bytes of the value that the content digest covers, where it is digested as written.",
+}
+"""Meaning of the headers of a record, by name."""
 _FEW_NESTED = 200
 """Values with so few arrays and objects cannot be nested too deeply to be written again."""
 

@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.eventlog.kafka import client, log, topic_ids
+    from rollstream.eventlog.kafka import asyncapi, client, log, topic_ids
 
-__all__ = ["client", "log", "topic_ids"]
+__all__ = ["asyncapi", "client", "log", "topic_ids"]

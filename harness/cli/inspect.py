@@ -1,4 +1,4 @@
-"""Commands `status`, `sql`, `plot`, `track` and `tiny-model`."""
+"""Commands `status`, `sql`, `plot`, `track`, `schema` and `tiny-model`."""
 
 import asyncio
 import sys
@@ -9,6 +9,7 @@ import click
 
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.schemas.errors import ConfigError, QueryError
+from rollstream.schemas.topics import PREFIX
 
 if TYPE_CHECKING:
     from rollstream.schemas.trackers import TrackerSettings
@@ -139,6 +140,24 @@ def _tracker_settings(kind: str, options: tuple[tuple[str, str], ...]) -> "Track
     except ValidationError as error:
         key, message = first_invalid(error, model=found)
         raise ConfigError(f"track -o {key}: {message[:1].lower()}{message[1:]}") from error
+
+
+@click.command()
+@click.option(
+    "--topic_prefix",
+    envvar="ROLLSTREAM_KAFKA_TOPIC_PREFIX",
+    default=PREFIX,
+    show_default=True,
+    show_envvar=True,
+    help="Beginning of the topics' names.",
+)
+def schema(topic_prefix: str) -> None:
+    """Print the topics and the JSON schema of every event as an AsyncAPI document."""
+    import orjson
+
+    from rollstream.eventlog.kafka.asyncapi import asyncapi_document
+
+    click.echo(orjson.dumps(asyncapi_document(topic_prefix), option=orjson.OPT_INDENT_2))
 
 
 @click.command("tiny-model")

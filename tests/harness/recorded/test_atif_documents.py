@@ -81,7 +81,7 @@ def test_copied_context_and_steps_without_a_call_of_the_model_are_not_calls() ->
     assert [one["content"] for one in call.chat.messages] == ["?", "shown", "by rule"]
 
 
-def test_examples_are_told_apart_by_the_first_message_and_sessions_by_their_ids() -> None:
+def test_rollouts_with_the_same_first_message_form_a_group() -> None:
     asked = [{"source": "user", "message": "2+2="}, {"source": "agent", "message": "4", "metrics": METRICS}]
     other = [{"source": "user", "message": "3+3="}, asked[1]]
     named = {"extra": {"example_id": "x", "rewards": {"right": 1.0, "brief": 0.5}}}
