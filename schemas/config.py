@@ -22,7 +22,7 @@ from rollstream.schemas.algorithms import Algorithm, GrpoSettings
 from rollstream.schemas.engine_settings import EngineBlock, TransformersSettings
 from rollstream.schemas.evaluators import DatasetSection
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
-from rollstream.schemas.kafka import KafkaSection
+from rollstream.schemas.kafka import KafkaSection, Servers
 from rollstream.schemas.league import LeagueSettings
 from rollstream.schemas.services import EndpointSection, ModelGroupSection
 from rollstream.schemas.settings import (
@@ -79,7 +79,7 @@ class BuilderFields(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    bootstrap_servers: str = "embedded"
+    bootstrap_servers: Servers = "embedded"
     """`embedded`, or host:port of a running Kafka."""
     kafka: KafkaSection = Field(default_factory=KafkaSection)
     """Connection to the broker: TLS, SASL and topics."""

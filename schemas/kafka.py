@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -32,6 +33,8 @@ VARIABLE_PREFIX = "ROLLSTREAM_KAFKA_"
 HIDDEN = "**********"
 _REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _REVEAL = "reveal_secrets"
+_SERVER = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\],]+)(:(?P<port>[0-9]+))?|[0-9A-Fa-f]*::[0-9A-Fa-f:.%]*")
+"""host, host:port, or an IPv6 address, in brackets before a port."""
 SECRETS = ("password", "key_password")
 """Fields whose `${NAME}` is expanded only where a client connects."""
 
@@ -46,6 +49,17 @@ def _written(value: SecretStr | None, info: SerializationInfo) -> str | None:
     return text if is_shown else HIDDEN
 
 
+def _servers(value: str) -> str:
+    """Raises ValueError naming the server that is not host:port."""
+    for server in value.split(","):
+        found = _SERVER.fullmatch(server.strip())
+        if found is None or not 0 < int(found["port"] or 9092) < 1 << 16:
+            raise ValueError(f"{server.strip()!r} is not host:port; give host:port, several separated by commas")
+    return value
+
+
+Servers = Annotated[str, AfterValidator(_servers)]
+"""Bootstrap servers: host:port, several separated by commas. The port may be left out: 9092."""
 Secret = Annotated[SecretStr, PlainSerializer(_written, when_used="json-unless-none")]
 
 
@@ -82,7 +96,7 @@ class KafkaSection(Settings):
 class KafkaSettings(KafkaSection):
     """All that a client needs to connect, checked as a whole."""
 
-    bootstrap_servers: str
+    bootstrap_servers: Servers
     """host:port, several separated by commas."""
 
     @property

@@ -13,7 +13,7 @@ from rollstream.schemas.engine_settings import (
     ServedModel,
     TransformersSettings,
 )
-from rollstream.schemas.kafka import KafkaSection, KafkaSettings, connection, given
+from rollstream.schemas.kafka import KafkaSection, KafkaSettings, Servers, connection, given
 from rollstream.schemas.permissions import check_entry, entries_in
 from rollstream.schemas.settings import ModelSettings, OptimizerSettings, Settings
 from rollstream.schemas.trackers import Tracker
@@ -24,7 +24,7 @@ class ServiceSettings(Settings):
     files.
     """
 
-    bootstrap_servers: str
+    bootstrap_servers: Servers
     kafka: KafkaSection = Field(default_factory=KafkaSection)
     """Connection to the brokers: TLS, SASL and topics."""
     artifact_uri: str

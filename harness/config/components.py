@@ -19,7 +19,7 @@ from rollstream.schemas.config import (
     TrainerSection,
 )
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
-from rollstream.schemas.kafka import KafkaSection
+from rollstream.schemas.kafka import KafkaSection, Servers
 from rollstream.schemas.services import EndpointSection
 
 WORKSPACE = Path(".rollstream")
@@ -39,7 +39,7 @@ class OurBuilderFields(BuilderFields):
 class OurAdapterFields(AdapterFields):
     """Fields of an adapter's block, whatever the base class of its configuration."""
 
-    bootstrap_servers: str | None = None
+    bootstrap_servers: Servers | None = None
     """`embedded`, or host:port of a running Kafka; none: the builder's, if that is ours, else embedded."""
     kafka: KafkaSection = Field(default_factory=KafkaSection)
     """Connection settings; unless given, those of the builder's block."""

@@ -1,9 +1,11 @@
 """Connection settings: what fits together, where they come from, and that secrets show nowhere unasked."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import (
@@ -103,3 +105,21 @@ def test_a_bare_address_has_neither_tls_nor_sasl() -> None:
     assert (kafka.uses_tls, kafka.uses_sasl, kafka.group("producers")) == (False, False, "rollstream-producers")
     assert KafkaSettings.of(kafka) is kafka
     assert given(KafkaSection()) == {}
+
+
+@pytest.mark.parametrize(
+    "servers",
+    ["embedded", "kafka:9092", "kafka", "a:9092, b:9093", "127.0.0.1:1", "[::1]:9092", "::1", "k-1.lab_2:65535"],
+)
+def test_servers_are_hosts_with_ports(servers: str) -> None:
+    assert KafkaSettings(bootstrap_servers=servers).bootstrap_servers == servers
+
+
+@pytest.mark.parametrize(
+    ("servers", "wrong"),
+    [("a:b:c", "a:b:c"), ("kafka:99999", "kafka:99999"), ("kafka:0", "kafka:0"), ("http://kafka:9092", "http://kafka:9092"),
+     ("a:9092,,b:9092", ""), ("a:9092 b:9092", "a:9092 b:9092"), ("kafka:", "kafka:"), ("", "")],
+)  # fmt: skip
+def test_other_servers_are_refused_by_the_wrong_one(servers: str, wrong: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(f"'{wrong}' is not host:port; give host:port, several")):
+        KafkaSettings(bootstrap_servers=servers)
