@@ -40,9 +40,19 @@ def asyncapi_document(topic_prefix: str = PREFIX) -> dict[str, Any]:
         },
         "components": {
             "messages": {**messages, "dead_letter": _dead_letter()},
-            "schemas": schemas.get("$defs", {}),
+            "schemas": _open(schemas.get("$defs", {})),
         },
     }
+
+
+def _open(schema: Any) -> Any:
+    """A schema that allows further properties, which old and future records have."""
+    if isinstance(schema, list):
+        return [_open(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    renamed = {"anyOf" if key == "oneOf" else key: _open(one) for key, one in schema.items()}
+    return {key: one for key, one in renamed.items() if key != "additionalProperties" or one is not False}
 
 
 def _channel(topic: Topic, name: str) -> dict[str, Any]:

@@ -94,11 +94,11 @@ def completions_of(sequences: Sequence[TokenSequence]) -> dict[int, dict[str, An
     """
     found: dict[int, dict[str, Any]] = {}
     for sequence in sequences:
-        ids = tokens.decode_ids(sequence.token_ids)
+        ids = list(tokens.decode_ids(sequence.token_ids))
         logprobs = None if sequence.logprobs is None else list(tokens.decode_floats(sequence.logprobs))
         index = 0
         for part in sequence.completions:
-            found[part.step_index] = _tokens(part, list(ids), logprobs, index)
+            found[part.step_index] = _tokens(part, ids, logprobs, index)
             index += part.length
     return found
 

@@ -11,19 +11,23 @@ from rollstream.harness.datasets.training_rows import Group, Row, RowOptions, Ta
 VERSION = "ATIF-v1.7"
 _SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
 """ATIF's sources by role; messages of all others are the user's."""
+Calls = Mapping[int, Mapping[str, Any]]
+"""Tokens of LLM calls by step index."""
 _IMAGES = {"image/jpeg", "image/png", "image/gif", "image/webp"}
 
 
 def atif(group: Group, choice: RowOptions, tally: Tally) -> Iterator[Row]:
     """One document per training sequence; those of one rollout share a `session_id`."""
     count: dict[str, int] = {}
+    calls: Calls = {}
     for one, conversation in chosen_conversations(group, choice, tally):
         number = count[one.member.trajectory_id] = count.get(one.member.trajectory_id, -1) + 1
-        yield _document(one, conversation, one.member.trajectory_id + (f"/{number}" if number else ""))
+        calls = calls if number else one.tokens()
+        yield _document(one, conversation, calls, one.member.trajectory_id + (f"/{number}" if number else ""))
 
 
-def _document(one: RecordedTrajectory, conversation: ChatConversation, trajectory_id: str) -> Row:
-    steps = _steps(one, conversation)
+def _document(one: RecordedTrajectory, conversation: ChatConversation, calls: Calls, trajectory_id: str) -> Row:
+    steps = _steps(conversation, calls)
     metrics: list[dict[str, Any]] = [step["metrics"] for step in steps if "metrics" in step]
     agent = {
         "name": one.member.agent,
@@ -45,9 +49,8 @@ def _document(one: RecordedTrajectory, conversation: ChatConversation, trajector
     }
 
 
-def _steps(one: RecordedTrajectory, conversation: ChatConversation) -> list[dict[str, Any]]:
+def _steps(conversation: ChatConversation, calls: Calls) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
-    calls = one.tokens()
     for index, message in enumerate(conversation.messages):
         if message["role"] in ("tool", "function") and steps and steps[-1]["source"] == "agent":
             _observe(steps[-1], message)
@@ -83,7 +86,8 @@ def _sampled(step_index: int, tokens: Mapping[str, Any]) -> dict[str, Any]:
             "completion_token_ids": tokens["token_ids"],
         }
         | ({} if tokens["logprobs"] is None else {"logprobs": tokens["logprobs"]}),
-        "extra": {"step_index": step_index, "finish_reason": tokens["finish_reason"], "spans": tokens["spans"]},
+        "extra": {"step_index": step_index}
+        | {name: tokens[name] for name in ("finish_reason", "spans", "kept_ids") if name in tokens},
     }
 
 

@@ -99,9 +99,13 @@ def _conversation(calls: Sequence[StepRecorded], starts: Starts) -> ChatConversa
         if before is not None and _goes_on(before, last)
     }
     messages = (*last, _answer(calls[-1]))
-    return ChatConversation(
-        messages, answers | {len(last): calls[-1].step_index}, tuple((calls[-1].data or {}).get("tools", ()))
-    )
+    return ChatConversation(messages, answers | {len(last): calls[-1].step_index}, _tools(calls[-1]))
+
+
+def _tools(call: StepRecorded) -> tuple[Message, ...]:
+    """Tools of a call: recorded beside its messages, or in NAT's metadata."""
+    found = (call.data or {}).get("tools") or (call.metadata or {}).get("tools_schema")
+    return tuple(found) if isinstance(found, list) else ()
 
 
 def _joined(found: Sequence[ChatConversation | None]) -> list[ChatConversation | None]:
@@ -136,7 +140,7 @@ def _messages_sent(call: StepRecorded, start: StepRecorded | None) -> tuple[Mess
     if (
         call.framework is None
         and isinstance(sent, list)
-        and all(isinstance(one, dict) and "role" in one for one in sent)
+        and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in sent)
     ):
         return tuple(sent)
     return prompt_of(None if start is None else _payload(start), _payload(call))
@@ -146,7 +150,7 @@ def _answer(call: StepRecorded) -> Message:
     """The answer of an LLM call as a message, with its tool calls apart."""
     data = call.data or {}
     output = data.get("output")
-    if call.framework is not None or not isinstance(output, str):
+    if call.framework is not None or data.get("payload") is not None or not isinstance(output, str):
         return answer_of(_payload(call))
     parts = parts_of(output, (), call.step_index, None) if data.get("tools") else AnswerParts(output)
     message = {"role": "assistant", "content": parts.content}

@@ -1,10 +1,14 @@
 """Rows of training data sets: TRL's conversational formats and OpenAI's chat format. Pure."""
 
 import json
+import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import orjson
 
 from rollstream.harness.datasets.conversations import ChatConversation, Message, RecordedTrajectory
 
@@ -38,9 +42,8 @@ class RowOptions:
         reward = one.member.reward
         if self.min_reward is not None:
             return reward >= self.min_reward
-        rewards = [other.member.reward for other in self._of(one.member.agent, group)]
-        mean = sum(rewards) / len(rewards)
-        return None if reward == mean else reward > mean
+        mean = statistics.fmean(other.member.reward for other in self._of(one.member.agent, group))
+        return None if math.isclose(reward, mean, rel_tol=1e-9, abs_tol=1e-12) else reward > mean
 
     @staticmethod
     def _of(agent: str, group: Iterable[RecordedTrajectory]) -> list[RecordedTrajectory]:
@@ -68,7 +71,10 @@ def trl_sft(group: Group, choice: RowOptions, tally: Tally) -> Iterator[Row]:
 def openai_chat(group: Group, choice: RowOptions, tally: Tally) -> Iterator[Row]:
     """`messages` for OpenAI's supervised fine-tuning, which takes no other keys."""
     for _, conversation in chosen_conversations(group, choice, tally):
-        yield {"messages": [*map(_for_openai, conversation.messages)], **_tools(conversation)}
+        yield {
+            "messages": _for_openai(conversation),
+            **({"tools": [*conversation.tools]} if conversation.tools else {}),
+        }
 
 
 def trl_kto(group: Group, choice: RowOptions, tally: Tally) -> Iterator[Row]:
@@ -94,6 +100,8 @@ def trl_dpo(group: Group, choice: RowOptions, tally: Tally) -> Iterator[Row]:
         chosen, rejected = max(found, key=_value), min(found, key=_value)
         if chosen.value == rejected.value:
             tally.left_out["prompts whose answers are equally good"] += 1
+        elif _halves(chosen.conversation) == _halves(rejected.conversation):
+            tally.left_out["prompts whose best and worst answers are the same"] += 1
         elif choice.min_reward is not None and chosen.value < choice.min_reward:
             tally.left_out["prompts without an answer of the smallest reward"] += 1
         else:
@@ -106,12 +114,14 @@ class _Answered(NamedTuple):
     by: RecordedTrajectory
     conversation: ChatConversation
     value: float
+    is_scored: bool = False
+    """Whether the value is a score, which is not compared with a reward."""
 
     @property
     def key(self) -> str:
         """Text that answers to the same prompt have in common."""
         prompt, _ = _halves(self.conversation)
-        return json.dumps([self.by.member.agent, self.conversation.tools, prompt], sort_keys=True)
+        return json.dumps([self.is_scored, self.by.member.agent, self.conversation.tools, prompt], sort_keys=True)
 
 
 def _value(answered: _Answered) -> float:
@@ -123,7 +133,7 @@ def _scored(one: RecordedTrajectory, tally: Tally) -> Iterator[_Answered]:
         if conversation is None:
             tally.left_out[f"scored answers {NO_MESSAGES}"] += 1
         else:
-            yield _Answered(one, conversation, score)
+            yield _Answered(one, conversation, score, is_scored=True)
 
 
 def _first_answered(one: RecordedTrajectory, tally: Tally) -> Iterable[_Answered]:
@@ -173,7 +183,8 @@ def _halves(conversation: ChatConversation) -> tuple[list[Message], list[Message
 
 
 def _tools(conversation: ChatConversation) -> Row:
-    return {"tools": [*conversation.tools]} if conversation.tools else {}
+    """The column of tools, which every row of a file has."""
+    return {"tools": [*conversation.tools]}
 
 
 def _for_templates(messages: Iterable[Message]) -> list[Message]:
@@ -181,10 +192,17 @@ def _for_templates(messages: Iterable[Message]) -> list[Message]:
     return [_with_arguments(one, parsed) for one in messages]
 
 
-def _for_openai(message: Message) -> Message:
-    """A message with the arguments of calls as JSON texts; a message of calls alone has null as its content."""
-    found = _with_arguments(message, lambda value: value if isinstance(value, str) else json.dumps(value))
-    return found | {"content": None} if found.get("tool_calls") and not found.get("content") else found
+def _for_openai(conversation: ChatConversation) -> list[Message]:
+    """Messages with the arguments of calls as JSON texts; null is the content of a message of calls alone, and 0 the
+    weight of an answer that the model was shown."""
+    found: list[Message] = []
+    for index, message in enumerate(conversation.messages):
+        message = _with_arguments(message, lambda value: value if isinstance(value, str) else json.dumps(value))
+        if message.get("tool_calls") and not message.get("content"):
+            message = message | {"content": None}
+        is_shown = message["role"] == "assistant" and index not in conversation.answers
+        found.append(message | {"weight": 0} if is_shown else message)
+    return found
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
@@ -202,13 +220,16 @@ def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def parsed(arguments: Any) -> Any:
-    """The arguments of a tool call, which OpenAI's format writes as a JSON text; a text that is not JSON as it is."""
+    """The arguments of a tool call, which OpenAI's format writes as a JSON text; the text itself if it is not JSON, or
+    if it cannot be written again, such as a number of more than 64 bits."""
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
-    except ValueError:
+        found = json.loads(arguments)
+        orjson.dumps([[[[[[found]]]]]])  # as deep as in a row
+    except (ValueError, TypeError, RecursionError):
         return arguments
+    return found
 
 
 def _agents(group: Iterable[RecordedTrajectory]) -> list[str]:

@@ -4,6 +4,7 @@ Every answer that an agent sampled becomes an LLM call whose prompt is the conve
 tool a tool's end. Embedded trajectories of sub-agents are not read.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -23,8 +24,8 @@ class _ToolCall(BaseModel):
 
 class _Part(BaseModel):
     type: Literal["text", "image"]
-    text: str = ""
-    source: dict[str, Any] = {}
+    text: str | None = None
+    source: dict[str, Any] | None = None
 
 
 _Content = str | list[_Part] | None
@@ -49,6 +50,7 @@ class _Step(BaseModel):
     source: Literal["system", "user", "agent"]
     model_name: str | None = None
     message: _Content = ""
+    reasoning_content: str | None = None
     tool_calls: list[_ToolCall] | None = None
     observation: _Observation | None = None
     metrics: _Metrics | None = None
@@ -58,8 +60,8 @@ class _Step(BaseModel):
 
 
 class _Agent(BaseModel):
-    name: str = "agent"
     model_name: str | None = None
+    tool_definitions: list[dict[str, Any]] | None = None
 
 
 class _Document(BaseModel):
@@ -68,10 +70,6 @@ class _Document(BaseModel):
     agent: _Agent
     steps: list[_Step]
     extra: dict[str, Any] | None = None
-
-    @property
-    def name(self) -> str | None:
-        return self.trajectory_id or self.session_id
 
 
 def is_document(found: Mapping[str, Any]) -> bool:
@@ -83,14 +81,18 @@ def is_document(found: Mapping[str, Any]) -> bool:
 def rollout_line(found: Mapping[str, Any]) -> dict[str, JsonValue]:
     """A line of a recorded rollout with the document's steps; its reward is `extra.rewards` by name, or `extra.reward`.
 
-    Documents of one session are one rollout. Examples are told apart by `extra.example_id`, or else by the first
-    message of a user. Raises pydantic.ValidationError for a document that is not ATIF.
+    Documents of one session are one rollout, or one for each `extra.agent`. Examples are told apart by
+    `extra.example_id`, or else by the first message of a user.
+
+    Raises pydantic.ValidationError for a document that is not ATIF.
     """
     document = _Document.model_validate(found)
     extra = document.extra or {}
-    line: dict[str, Any] = {"steps": list(_steps(document))}
+    digest = hashlib.sha256(orjson.dumps(dict(found))).hexdigest()[:16]
+    line: dict[str, Any] = {"steps": list(_steps(document, document.trajectory_id or digest))}
     if name := document.session_id or document.trajectory_id:
-        line["rollout_id"] = name
+        agent = extra.get("agent")
+        line["rollout_id"] = f"{name}/{agent}" if isinstance(agent, str) else name
     asked = next((step.message for step in document.steps if step.source == "user"), None)
     if "example_id" in extra:
         line["example_id"] = extra["example_id"]
@@ -103,15 +105,16 @@ def rollout_line(found: Mapping[str, Any]) -> dict[str, JsonValue]:
     return line
 
 
-def _steps(document: _Document) -> Iterator[dict[str, Any]]:
-    """Intermediate steps as NAT writes them."""
+def _steps(document: _Document, name: str) -> Iterator[dict[str, Any]]:
+    """Intermediate steps as NAT writes them. `name`: of the document, for their ids."""
+    tools = {"metadata": {"tools_schema": found}} if (found := document.agent.tool_definitions) else {}
     conversation: list[dict[str, Any]] = []
     for number, step in enumerate(document.steps, 1):
-        uuid = f"{document.name or 'step'}-{number}"
+        uuid = f"{name}-{number}"
         message = _message(step)
         if step.source == "agent" and not step.is_copied_context and step.llm_call_count != 0:
             model = step.model_name or document.agent.model_name
-            start = {"event_type": "LLM_START", "data": {"input": {"messages": [*conversation]}}}
+            start = {"event_type": "LLM_START", "data": {"input": {"messages": [*conversation]}}, **tools}
             end = {"event_type": "LLM_END", "data": {"output": message["content"], "payload": _response(step, message)}}
             yield from (_step(uuid, name=model, **payload) for payload in (start, end))
         conversation.append(message)
@@ -131,6 +134,8 @@ def _step(uuid: str, **payload: Any) -> dict[str, Any]:
 
 def _message(step: _Step) -> dict[str, Any]:
     message = {"role": _ROLES[step.source], "content": _content(step.message)}
+    if step.reasoning_content:
+        message["reasoning_content"] = step.reasoning_content
     return message | ({"tool_calls": [*map(_tool_call, step.tool_calls)]} if step.tool_calls else {})
 
 
@@ -141,6 +146,7 @@ def _response(step: _Step, message: dict[str, Any]) -> dict[str, Any]:
         "prompt_token_ids": metrics.prompt_token_ids,
         "token_ids": metrics.completion_token_ids,
         "logprobs": metrics.logprobs,
+        "kept_ids": (step.extra or {}).get("kept_ids"),
     }
     reason = (step.extra or {}).get("finish_reason")
     choice = {"index": 0, "message": message, "finish_reason": reason if isinstance(reason, str) else "stop"}
@@ -161,8 +167,8 @@ def _content(content: _Content) -> Any:
     if not isinstance(content, list):
         return content or ""
     return [
-        {"type": "text", "text": part.text}
+        {"type": "text", "text": part.text or ""}
         if part.type == "text"
-        else {"type": "image_url", "image_url": {"url": str(part.source.get("path", ""))}}
+        else {"type": "image_url", "image_url": {"url": str((part.source or {}).get("path", ""))}}
         for part in content
     ]

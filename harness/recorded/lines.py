@@ -162,11 +162,17 @@ class _Reader:
             step = IntermediateStep.model_validate(found)
             self._gathered(self._owner(step)).steps.append(step)
         elif is_document(found):
-            self._take_rollout(rollout_line(found))
+            self._take_rollout(self._further(rollout_line(found)))
         elif "rollout_id" in found or "steps" in found:
             self._take_rollout(found)
         else:
             raise _Unusable("expected an intermediate step (payload, ...) or a rollout (rollout_id, steps, reward)")
+
+    def _further(self, line: dict[str, Any]) -> dict[str, Any]:
+        """A document's line, without the question if its rollout has an example from an earlier document."""
+        before = self.rollouts.get(line["rollout_id"]) if "rollout_id" in line else None
+        known = before is not None and (before.inputs or before.example_id is not None)
+        return {key: value for key, value in line.items() if key != "inputs"} if known else line
 
     def named(self) -> Iterator[tuple[str, _Gathered]]:
         """All rollouts; one without a name has its number among all, or the next one that no other has."""

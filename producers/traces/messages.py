@@ -102,7 +102,7 @@ def _message(raw: Any) -> Message | None:
     calls = raw.get("tool_calls") or at(raw, "additional_kwargs", "tool_calls")
     if isinstance(calls, list) and calls:
         message["tool_calls"] = [_tool_call(call) for call in calls]
-    for key in ("tool_call_id", "name"):
+    for key in ("tool_call_id", "name", "reasoning_content"):
         value = raw.get(key) or at(raw, "additional_kwargs", key)
         if isinstance(value, str):
             message[key] = value

@@ -94,7 +94,7 @@ def test_a_conversation_is_what_was_last_sent_and_answered() -> None:
     (row,), left_out = rows(trl_sft, trajectory(1.0, step(0, [USER], "3"), step(1, turns, "4")))
     assert row["messages"] == [*turns, assistant("4")]
     assert (row["reward"], row["rollout_id"], row["min_version"]) == (1.0, f"{GROUP}/m0/a0", 3)
-    assert "tools" not in row
+    assert row["tools"] == []
     assert not left_out
 
 
@@ -224,3 +224,40 @@ def test_sequences_of_a_rollout_are_documents_of_one_session() -> None:
     found, _ = rows(atif, trajectory(1.0, *steps, sequences=(sequence(0), sequence(1))))
     assert [row["trajectory_id"] for row in found] == [f"{GROUP}/m0/a0/agent", f"{GROUP}/m0/a0/agent/1"]
     assert len({row["session_id"] for row in found}) == 1
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 100000000000000000000}', '{"a": ' + "[" * 300 + "]" * 300 + "}", "{a"])
+def test_arguments_that_cannot_be_written_again_stay_text(arguments: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    sent = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "?"}]
+    (row,), _ = rows(trl_sft, answered(1.0, "4", sent=sent))
+    assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
+    (document,), _ = rows(atif, answered(1.0, "4", sent=sent))
+    assert document["steps"][1]["tool_calls"][0]["arguments"] == {"arguments": arguments}
+
+
+def test_an_ingested_answer_keeps_the_call_of_its_response_and_its_tools() -> None:
+    response = {"choices": [{"message": {"role": "assistant", "content": "", "tool_calls": [CALL]}}]}
+    data = {"input": {"messages": [USER]}, "output": "", "payload": response}
+    (row,), _ = rows(openai_chat, answered(1.0, "", data=data, metadata={"tools_schema": [TOOL]}))
+    assert row["messages"] == [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    assert row["tools"] == [TOOL]
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
+def test_a_group_of_equal_rewards_has_no_labels(reward: float) -> None:
+    assert rows(trl_kto, *(answered(reward, str(n), n) for n in range(8)))[0] == []
+
+
+def test_equal_answers_are_no_pair_and_scores_are_not_compared_with_rewards() -> None:
+    same = {"prompts whose best and worst answers are the same": 1}
+    assert rows(trl_dpo, answered(0.0, "4", 0), answered(1.0, "4", 1)) == ([], same)
+    scored = answered(1.0, "9", 1)
+    scored = replace(scored, assembled=scored.assembled.model_copy(update={"step_scores": {"0": 5.0}}))
+    assert rows(trl_dpo, answered(0.0, "4", 0), scored)[0] == []
+
+
+def test_an_answer_that_the_model_was_shown_has_no_weight_for_openai() -> None:
+    shown = [{"role": "user", "content": "1+1="}, assistant("2"), USER]
+    (row,), _ = rows(openai_chat, answered(1.0, "4", sent=shown))
+    assert [message.get("weight") for message in row["messages"]] == [None, 0, None, None]

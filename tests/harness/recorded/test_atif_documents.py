@@ -9,6 +9,7 @@ from rollstream.harness.recorded.lines import Ingested, read_lines
 from rollstream.producers.traces.spans import Selection
 from rollstream.schemas import tokens
 from rollstream.schemas.events.recorded import RecordedRollout, RecordedStep
+from rollstream.schemas.tokens import KeptIds, encode_kept
 
 METRICS = {"prompt_token_ids": [5, 6], "completion_token_ids": [7, 8], "logprobs": [-0.5, -0.25]}
 
@@ -106,11 +107,37 @@ def test_documents_of_one_session_are_one_rollout_and_a_repeated_line_counts_onc
     assert len(calls_of(ingested(*parts, parts[0]))) == 2
 
 
+def test_agents_of_a_session_are_rollouts_of_their_own_and_later_documents_ask_nothing_new() -> None:
+    asked = {"source": "user", "message": "2+2="}, {"source": "agent", "message": "4", "metrics": METRICS}
+    later = {"source": "user", "message": "in short"}, asked[1]
+    found = ingested(*(document(*asked, extra={"agent": name, "reward": n}) for n, name in enumerate(("a", "b"))))
+    assert [rollout.source_id for rollout in rollouts_of(found)] == ["s1/a", "s1/b"]
+    assert not found.bad
+    parts = ingested(document(*asked), document(*later))
+    assert not parts.bad
+    assert [call.chat is not None for call in calls_of(parts)] == [True, True]
+
+
+def test_tools_reasoning_and_kept_ids_are_read() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    step = {"source": "agent", "message": "4", "reasoning_content": "since", "metrics": METRICS}
+    kept = encode_kept(KeptIds(lengths=(2, 1), ids=(7, 9, 8)))
+    written = document({"source": "user", "message": "?"}, step | {"extra": {"kept_ids": kept}})
+    written["agent"]["tool_definitions"] = [tool]
+    (call,) = calls_of(ingested(written))
+    assert call.chat is not None
+    assert list(call.chat.tools) == [tool]
+    assert call.chat.answer["reasoning_content"] == "since"
+    assert call.tokens is not None
+    assert call.tokens.kept_ids == kept
+
+
 def test_parts_of_a_message_stay_parts() -> None:
     image = {"type": "image", "source": {"media_type": "image/png", "path": "a.png"}}
-    parts = [{"type": "text", "text": "see"}, image]
-    found = ingested(document({"source": "user", "message": parts}, {"source": "agent", "message": "4"}))
-    (call,) = calls_of(found)
+    parts = [{"type": "text", "text": "see", "source": None}, image | {"text": None}]
+    written = document({"source": "user", "message": "?"}, {"source": "agent", "message": "4"})
+    written["steps"][0]["message"] = parts
+    (call,) = calls_of(ingested(written))
     assert call.chat is not None
     assert call.chat.messages[0]["content"] == [
         {"type": "text", "text": "see"},
