@@ -159,6 +159,13 @@ class PlanSettings(Settings):
     """Rollouts of a task beyond `num_generations`; its group closes once `num_generations` are complete."""
     has_recorded_sizes: bool = added(False)
     """Whether a task asks for no more rollouts than its example's inputs hold recorded ones."""
+    revision: Literal[1, 2] = added(1)
+    """Rules of planning; a recorded plan keeps its own. 2: a group smaller than `min_generations` is viable if all of
+    it is complete."""
+
+
+NEW_PLAN: Mapping[str, Any] = {"knows_single_group": True, "revision": 2}
+"""Fields of new plans by which they follow the newest rules."""
 
 
 class LoraSettings(Settings):

@@ -34,6 +34,7 @@ from rollstream.schemas.services import (
 from rollstream.schemas.settings import (
     EXTERNAL,
     FROZEN,
+    NEW_PLAN,
     NEWEST_REVISION,
     CurriculumSettings,
     ForkPoint,
@@ -151,14 +152,13 @@ def _training_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
         max_staleness=adapter.max_staleness,
         drop_zero_variance=builder.drop_zero_variance,
         curriculum=curriculum.model_copy(update={"steer": False}) if is_submitted else curriculum,
-        knows_single_group=True,
+        **NEW_PLAN,
         has_recorded_sizes=config.environment == RECORDED,
         gate=config.trainer.evaluation_gate,
     )
     algorithm = rewards.algorithm_of(config)
-    if algorithm.needs.flat_groups:
-        asked = "drop_zero_variance" in builder.model_fields_set
-        plan = plan.model_copy(update={"drop_zero_variance": plan.drop_zero_variance and asked})
+    if algorithm.needs.flat_groups and "drop_zero_variance" not in builder.model_fields_set:
+        plan = plan.model_copy(update={"drop_zero_variance": False})
     plan = plan.model_copy(update={"needs_logprobs": algorithm.needs.behaviour})
     if algorithm.needs.pairs:
         plan = _for_pairs(plan)

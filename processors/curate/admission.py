@@ -7,6 +7,7 @@ from rollstream.processors.curate.candidates import Candidate, Entry, candidate,
 from rollstream.processors.curate.state import Epoch, Job
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import GroupClosed
+from rollstream.schemas.settings import PlanSettings
 
 
 def offered(job: Job, event: GroupClosed) -> GroupClosed:
@@ -46,7 +47,7 @@ def admit(job: Job, epoch: Epoch, event: GroupClosed) -> list[Event]:
     epoch.means.append(group.mean_reward)
     epoch.zero_variance_groups += group.reward_range == 0
     if group.is_external:
-        return _keep_waiting(job, epoch, group, event.time_ms)
+        return _keep_waiting(job, epoch, group, event)
     if not group.is_demonstration:
         newest = max(member.max_version for member in event.members)
         job.window.add(event.example_id, event.group_id, Entry(newest, rollout_rewards(event.members)))
@@ -55,7 +56,7 @@ def admit(job: Job, epoch: Epoch, event: GroupClosed) -> list[Event]:
         index for index, member in enumerate(group.members) if is_trainable(member, needs_logprobs=needs_logprobs)
     ]
     rejected = _reject_untrainable(group, set(indices), event.time_ms)
-    return rejected + _keep_waiting(job, epoch, group.only(indices), event.time_ms)
+    return rejected + _keep_waiting(job, epoch, group.only(indices), event)
 
 
 def _reject_untrainable(group: Candidate, trainable: set[int], time_ms: int) -> list[Event]:
@@ -69,9 +70,15 @@ def _reject_untrainable(group: Candidate, trainable: set[int], time_ms: int) -> 
     ]
 
 
-def _keep_waiting(job: Job, epoch: Epoch, group: Candidate, time_ms: int) -> list[Event]:
-    plan = job.started.plan
-    if len({member.member for member in group.members}) < min(plan.min_generations, plan.num_generations):
+def _minimum(plan: PlanSettings, size: int) -> int:
+    """Number of rollouts that a group of that size must have left to be trained on: all of a small one."""
+    minimum = min(plan.min_generations, plan.num_generations)
+    return max(1, min(minimum, size)) if plan.revision >= 2 else minimum
+
+
+def _keep_waiting(job: Job, epoch: Epoch, group: Candidate, closed: GroupClosed) -> list[Event]:
+    plan, time_ms = job.started.plan, closed.time_ms
+    if len({member.member for member in group.members}) < _minimum(plan, closed.size):
         return ledger.reject(group, "not_viable", time_ms)
     if job.is_submitted or job.filters_epochs:
         epoch.gathered.append(group)

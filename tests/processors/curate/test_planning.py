@@ -325,3 +325,16 @@ def test_a_task_asks_for_as_many_rollouts_as_its_example_has_recorded(partition,
     partition.dataset = {f"x{size}": {"recorded": members} for size, members in recorded.items()}
     tasks = partition.start(tasks_per_epoch=4, num_generations=4, **plan)
     assert sorted((task.num_rollouts, task.minimum, task.enough) for task in tasks) == asked
+
+
+@pytest.mark.parametrize(("revision", "num_trained"), [(2, 6), (1, 0)])
+def test_a_group_smaller_than_the_minimum_is_trained_on_if_all_of_it_is_complete(
+    partition, pick, revision, num_trained
+):
+    partition.dataset = {name: {"recorded": [{"rollout": {}}] * 3} for name in ("x0", "x1", "x2")}
+    plan = {"num_generations": 8, "min_generations": 4, "has_recorded_sizes": True, "revision": revision}
+    tasks = partition.start(tasks_per_epoch=3, **plan)
+    outputs = [event for task in tasks[:2] for event in partition.close(task, [0.0, 0.5, 1.0])]
+    outputs += partition.close(tasks[2], [0.0, 1.0])
+    assert ("t00002", "not_viable") in causes(outputs)
+    assert sum(len(batch.members) for batch in pick(BatchPlanned, outputs)) == num_trained
