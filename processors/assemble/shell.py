@@ -27,7 +27,7 @@ from rollstream.eventlog.reading import decoded
 from rollstream.processors.assemble import fold as assembly
 from rollstream.processors.curate import low_water
 from rollstream.processors.host.app import Acknowledgement, Batch
-from rollstream.processors.host.folding import DeadRecords, fold_one
+from rollstream.processors.host.folding import MAX_IN_A_ROW, DeadRecords, fold_one
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.errors import DecodeError, FoldError, LogError
 
@@ -177,7 +177,7 @@ class AssembleShell:
                 self._begin(known, record.offset, partial(self._dead.send, record, error))
             except FoldError as error:
                 await self._dead.add(record, error)
-                self._dead.forget(where, before=low_water)
+                self._dead.forget(where, before=min(low_water, record.offset - MAX_IN_A_ROW))
                 self._begin(known, record.offset, partial(self._dead.send, record, error))
                 state = assembly.initial(low_water)
                 for group_id in closed:

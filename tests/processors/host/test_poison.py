@@ -204,6 +204,19 @@ def test_a_fold_that_raises_on_every_record_ends_the_worker_and_moves_no_mark():
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("batch_size", [1, 7, 256])
+def test_a_broken_fold_ends_the_worker_however_few_records_come_at_once(batch_size):
+    async def go():
+        log = MemoryLog(num_partitions=1)
+        shell = AssembleShell(log, None, service="p", evolve=Raising(assembly.evolve, lambda received: True))
+        with pytest.raises(FoldError, match=r"steps/0@16 .* cannot be folded: ZeroDivisionError"):
+            await assembled(log, shell, workload(8), batch_size=batch_size)
+        await shell.drain()
+        assert len(await records_of(log, "dlq")) == MAX_IN_A_ROW
+
+    asyncio.run(go())
+
+
 def test_a_new_owner_of_the_partition_comes_to_the_same_groups():
     async def go():
         log = MemoryLog(num_partitions=1)
