@@ -130,7 +130,7 @@ class AssembleShell:
         return low_water.metadata_of_steps(begin, self._dead.needed_from(TopicPartition(self.topic, partition), begin))
 
     def progress(self, partition: int) -> int:
-        """The position plus the number of records read again or as dead letters."""
+        """The position plus the number of records read again, also those that a kept fold skips, or as dead letters."""
         return (self.position(partition) or 0) + self._num_read + self._dead.num_read
 
     def is_waiting(self, partition: int) -> bool:
@@ -165,6 +165,7 @@ class AssembleShell:
         closings: list[assembly.Closing] = []
         for record in batch.records:
             if record.offset < known.state.next_offset:
+                self._num_read += 1
                 continue
             if record.offset in answered:
                 known.state.next_offset = record.offset + 1

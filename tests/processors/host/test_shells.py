@@ -122,6 +122,23 @@ def test_a_partition_that_comes_back_is_folded_again_from_where_it_is_read():
     asyncio.run(go())
 
 
+def test_a_kept_fold_makes_progress_while_its_records_are_read_again():
+    async def go():
+        log = MemoryLog(num_partitions=1)
+        shell = AssembleShell(log, None, service="p")
+        batch = await steps_batch(log, [started(0, size=2), *attempt()])
+        await shell.take(batch)
+        await shell.prepare(0, 0)
+        seen = [shell.progress(0)]
+        for record in batch.records:
+            await shell.take(Batch(0, 2, [record]))
+            seen.append(shell.progress(0))
+        assert shell.position(0) == len(batch.records)
+        assert seen == sorted(set(seen)), "the watchdog sees that each record was read"
+
+    asyncio.run(go())
+
+
 def test_a_send_that_fails_ends_the_shell():
     class Refusing(MemoryLog):
         async def send_all(self, events, *, partition=None):
