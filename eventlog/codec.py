@@ -11,7 +11,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from rollstream.eventlog.log import Encoded, Headers, Received, Record, partition_of
-from rollstream.schemas.base import Event, validator_of
+from rollstream.schemas.base import Event, received_validator_of
 from rollstream.schemas.errors import DecodeError, first_invalid
 from rollstream.schemas.events import KINDS, Tick
 from rollstream.schemas.topics import TOPICS
@@ -47,7 +47,8 @@ UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {
 """(kind, old version) -> the content of the next version. Pure; a golden file of each old version stays."""
 
 _VALIDATORS: dict[str, dict[str, Callable[[Any], Event]]] = {
-    topic: {kind: validator_of(event) for kind, event in KINDS.items() if topic == event.TOPIC} for topic in TOPICS
+    topic: {kind: received_validator_of(event) for kind, event in KINDS.items() if topic == event.TOPIC}
+    for topic in TOPICS
 }
 """Validators by topic and kind, each of which makes an event of its content."""
 

@@ -336,7 +336,14 @@ def _begins(state: curate.CurateState, received: Received) -> bool:
 
 
 def _encoded(events: list[Event]) -> list[Encoded]:
-    return [codec.encode(event) for event in events]
+    """Raises FoldError for an event that cannot be written, as with a version of 65 bits: a record has led to it."""
+    encoded: list[Encoded] = []
+    for event in events:
+        try:
+            encoded.append(codec.encode(event))
+        except TypeError as error:
+            raise FoldError(f"a record of groups is answered with {event.event_id}, not writable: {error}") from error
+    return encoded
 
 
 def _too_large(answers: list[Encoded]) -> str | None:

@@ -2,20 +2,33 @@
 
 import asyncio
 
+import orjson
 import pytest
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.attempts import Recorded
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.processors.assemble import fold as assembly
 from rollstream.processors.assemble.shell import AssembleShell
+from rollstream.processors.curate import fold as curate
 from rollstream.processors.curate.known_groups import KnownGroups
+from rollstream.processors.curate.shell import CurateShell
 from rollstream.processors.curate.state import Clock, CurateState, Run
 from rollstream.processors.curate.undo import Undo
 from rollstream.processors.host.app import Batch
 from rollstream.schemas import ids
+from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
-from rollstream.schemas.events import EpochStarted, GroupClosed, RolloutEnded, StepRecorded, TaskRequested
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochStarted,
+    GroupClosed,
+    RolloutEnded,
+    RunStarted,
+    StepRecorded,
+    TaskRequested,
+)
 from rollstream.schemas.settings import MAX_MEMBERS, MAX_TASKS, RolloutSettings
 from tests.rigs.steps_rig import attempt, events_of, group, records_of, started
 
@@ -144,5 +157,58 @@ def test_one_group_whose_records_cannot_be_folded_never_ends_assembly():
             await shell.drain()
         assert len(await records_of(log, "dlq")) == 40
         assert [one.group_id for one in await events_of(log, "groups", GroupClosed)] == [group(1)]
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**20])
+@pytest.mark.parametrize(
+    ("event", "path"),
+    [
+        (EpochStarted(run_id="run", time_ms=0, job_id="run/rl", epoch=0), ("epoch",)),
+        (
+            next(event for event in attempt() if isinstance(event, StepRecorded) and event.llm),
+            ("llm", "spans", 0, "version"),
+        ),
+        (TASK, ("settings", "max_turns")),
+    ],
+)
+def test_an_integer_that_no_event_could_be_written_with_is_not_decoded(event, path, number):
+    content = orjson.loads(codec.encode(event).value)
+    within = content
+    for name in path[:-1]:
+        within = within[name]
+    within[path[-1]] = str(number)
+    with pytest.raises(DecodeError, match=r"Input should be (less|greater) than or equal to"):
+        codec.parse(event.TOPIC, orjson.dumps(content))
+    within[path[-1]] = str(2**64 - 1)
+    assert codec.encode(codec.parse(event.TOPIC, orjson.dumps(content))[0])
+
+
+def test_a_record_whose_answer_cannot_be_written_is_a_dead_letter_and_other_runs_go_on(partition, tmp_path):
+    async def go():
+        store = ArtifactStore(str(tmp_path))
+        lines = b"\n".join(orjson.dumps({"example_id": name, "inputs": {}}) for name in partition.dataset)
+        dataset = store.put_bytes(lines, ".jsonl")
+        log = MemoryLog(num_partitions=1)
+        for run_id in ("odd", "good"):
+            partition.start_run(run_id)
+            partition.start_job(run_id, tasks_per_epoch=1, num_generations=2)
+            (task,) = partition.start_epoch(0, run_id)
+            partition.close(task, [0.0, 1.0])
+        for received in partition.records:
+            event = received.event
+            await log.send(event.model_copy(update={"dataset": dataset}) if isinstance(event, RunStarted) else event)
+
+        def with_long_epochs(state, received, datasets):
+            sent = curate.evolve(state, received, datasets)
+            return [one.model_copy(update={"epoch": 2**64}) if one.run_id == "odd" else one for one in sent]
+
+        shell = CurateShell(log, store, service="p", evolve=with_long_epochs)
+        await shell.take(Batch(0, 1, await records_of(log, "groups")))
+        (letter, _) = await records_of(log, "dlq")
+        assert dict(letter.headers)["__connect.errors.exception.message"].startswith(b"Integer exceeds 64-bit range")
+        sent = await events_of(log, "batches", Event)
+        assert [event.run_id for event in sent if isinstance(event, BatchPlanned)] == ["good"]
 
     asyncio.run(go())
