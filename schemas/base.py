@@ -39,14 +39,14 @@ def validator_of(model: type[Model]) -> Callable[[dict[str, Any]], Model]:
 
 
 def received_validator_of(model: type[Model]) -> Callable[[Any], Model]:
-    """As `validator_of`, for what another program may have written: an integer, which may come as text, must fit into
-    64 bits, because an event made from it could not be written otherwise.
+    """As `validator_of`, for what another program may have written: a number, which may come as text, must be finite,
+    and an integer fit into 64 bits, because an event made from it could not be written, or not read, otherwise.
     """
     return SchemaValidator(_bounded(model.__pydantic_core_schema__), _use_prebuilt=False).validate_python
 
 
 def _bounded(schema: Any) -> Any:
-    """A core schema with a lower and an upper bound of each integer."""
+    """A core schema with a lower and an upper bound of each integer, and no infinite number."""
     if isinstance(schema, list):
         return [_bounded(one) for one in cast("list[Any]", schema)]
     if not isinstance(schema, dict):
@@ -55,6 +55,8 @@ def _bounded(schema: Any) -> Any:
     if bounded.get("type") == "int":
         bounded |= {} if {"ge", "gt"} & bounded.keys() else {"ge": _MIN_INT}
         bounded |= {} if {"le", "lt"} & bounded.keys() else {"le": _MAX_INT}
+    if bounded.get("type") == "float":
+        bounded["allow_inf_nan"] = False
     return bounded
 
 

@@ -44,6 +44,8 @@ from rollstream.schemas.settings import (
 from rollstream.schemas.trackers import Tracker
 
 OURS = "rollstream"
+MAX_IDLE_S = 1e12
+"""Maximum idle time-out of a run, 31,700 years: in milliseconds it is below the largest event time."""
 NAMED_SECTIONS = (
     "functions",
     "function_groups",
@@ -210,7 +212,7 @@ class TrainerFields(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
     planning: Literal["stream", "submitted"] = "stream"
-    run_idle_timeout_s: float = Field(default=3600.0, gt=0)
+    run_idle_timeout_s: float = Field(default=3600.0, gt=0, le=MAX_IDLE_S)
     early_stopping: EarlyStopping | None = None
     """Early stopping of epochwise runs; None: all epochs are trained."""
     evaluation_gate: GateSettings | None = None

@@ -13,7 +13,7 @@ from rollstream.processors.curate import admission, curriculum, gate, ledger, pl
 from rollstream.processors.curate.known_groups import KnownGroups, Task
 from rollstream.processors.curate.state import Clock, CurateState, EndedRun, Epoch, Idle, Job, Run
 from rollstream.processors.curate.tasks import Dataset, request_refill, request_tasks
-from rollstream.schemas.base import Event
+from rollstream.schemas.base import MAX_TIME_MS, Event
 from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.events import (
     EpochStarted,
@@ -289,7 +289,7 @@ def _is_idle(idle: Idle, time_ms: int, partition: int, timeout_s: float) -> bool
     A replaced owner may write records ahead of its successor's clock: a jump back counts as zero, a jump forward as at
     most a part of the time-out.
     """
-    timeout_ms = int(timeout_s * 1000)
+    timeout_ms = int(min(timeout_s * 1000, MAX_TIME_MS))
     clock = idle.clocks.setdefault(partition, Clock(time_ms))
     step_ms = max(0, time_ms - clock.newest_ms)
     clock.newest_ms += step_ms

@@ -284,8 +284,7 @@ class CurateShell:
         """Fold one event; for a run with too many poison records only its time."""
         event = received.event
         if faulty.passes_over(event):
-            steps_at = event.steps_at if isinstance(event, GroupClosed) else None
-            return curate.pass_time(state, event.run_id, event.time_ms, steps_at)
+            return fold_one(lambda received: _pass_time(state, received.event), received)
         outputs = fold_one(lambda received: self._evolve(state, received, datasets), received)
         if isinstance(event, RunEnded):
             faulty.end(event.run_id)
@@ -328,6 +327,11 @@ class CurateShell:
     async def _send_letter(self, record: Record, error: DecodeError | FoldError) -> None:
         with self._acknowledgement:
             await self._dead.send(record, error)
+
+
+def _pass_time(state: curate.CurateState, event: Event) -> list[Event]:
+    steps_at = event.steps_at if isinstance(event, GroupClosed) else None
+    return curate.pass_time(state, event.run_id, event.time_ms, steps_at)
 
 
 def _begins(state: curate.CurateState, received: Received) -> bool:

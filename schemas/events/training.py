@@ -53,7 +53,7 @@ class RunStarted(Event):
     """Number of partitions of the scaled topics; part of the run's identity."""
     cluster_id: str = ""
     library_versions: dict[str, str] = Field(default_factory=dict)
-    idle_timeout_s: float = Field(default=3600.0, gt=0)
+    idle_timeout_s: FiniteFloat = Field(default=3600.0, gt=0)
     parent: ForkPoint | None = None
     is_what_if: bool = False
     """It trains on its parent's rollouts and has none of its own."""
@@ -207,7 +207,7 @@ class SubmissionReceived(Event):
     submission_id: str
     epoch: int
     groups: tuple[SubmittedGroup, ...]
-    curriculum_percentile: float | None = added(None)
+    curriculum_percentile: FiniteFloat | None = added(None)
     """Share of examples that the submitter's curriculum admits; None: the submitter did not report one."""
     is_last: bool = added(False)
     """The job ends with this epoch, whatever its plan says."""
@@ -387,7 +387,7 @@ class EpochSealed(Event):
     filtered_avg_reward: FiniteFloat | None
     """The same over the groups that are trained."""
     zero_variance_groups: int
-    curriculum_percentile: float
+    curriculum_percentile: FiniteFloat
     curriculum_sha256: str
 
     @property

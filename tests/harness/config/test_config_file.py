@@ -262,13 +262,10 @@ def test_a_mistyped_key_is_named_before_the_one_that_it_leaves_missing(
         ("finetuning.run_configuration.endpoint", "host", "finetuning.run_configuration.endpoint: 'host' is not a URL"),
         ("finetuning.num_epoch", 1, "finetuning.num_epoch: unknown key; did you mean num_epochs?"),
         ("trainers.t.plannning", "x", "trainers.t.plannning: unknown key; did you mean planning?"),
+        ("trainers.t.run_idle_timeout_s", 1e306, "trainers.t.run_idle_timeout_s: is 1e+306; input should be less than"),
         ("trainers.t.planning", "x", "trainers.t.planning: is 'x'; "),
         ("trainer_adapters.a.model.pth", "x", "trainer_adapters.a.model.pth: unknown key; did you mean path?"),
-        (
-            "trainer_adapters.a.model",
-            None,
-            "trainer_adapters.a.model: is None; expected a mapping of ",
-        ),
+        ("trainer_adapters.a.model", None, "trainer_adapters.a.model: is None; expected a mapping of "),
         (
             "trainer_adapters.a.optimizer",
             {"max_grad_norm": inf},

@@ -27,6 +27,7 @@ from rollstream.schemas.events import (
     RolloutEnded,
     RunStarted,
     StepRecorded,
+    SubmissionReceived,
     TaskRequested,
 )
 from rollstream.schemas.settings import MAX_MEMBERS, MAX_TASKS, RolloutSettings
@@ -183,6 +184,24 @@ def test_an_integer_that_no_event_could_be_written_with_is_not_decoded(event, pa
         codec.parse(event.TOPIC, orjson.dumps(content))
     within[path[-1]] = str(2**64 - 1)
     assert codec.encode(codec.parse(event.TOPIC, orjson.dumps(content))[0])
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-Infinity"])
+def test_a_number_that_is_not_finite_is_not_decoded(partition, number):
+    partition.start_run()
+    submission = SubmissionReceived(
+        run_id="run", time_ms=0, job_id="run/rl", submission_id="s", epoch=0, groups=(), curriculum_percentile=0.5
+    )
+    step = next(event for event in attempt() if isinstance(event, StepRecorded))
+    numbers = (
+        (partition.records[0].event, "idle_timeout_s"),
+        (submission, "curriculum_percentile"),
+        (step, "event_timestamp"),
+    )
+    for event, name in numbers:
+        content = orjson.loads(codec.encode(event).value) | {name: number}
+        with pytest.raises(DecodeError, match=f"{name}: Input should be a finite number"):
+            codec.parse(event.TOPIC, orjson.dumps(content))
 
 
 def test_a_record_whose_answer_cannot_be_written_is_a_dead_letter_and_other_runs_go_on(partition, tmp_path):
