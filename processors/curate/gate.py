@@ -29,7 +29,7 @@ def final_version(started: JobStarted, closed: Iterable[GroupClosed], newest: in
     job, gate = Job(started, curriculum.begin(started.plan.curriculum)), started.plan.gate
     for event in closed:
         _take(job, event)
-    found = _reward(job.validation, newest)
+    found = _reward(_newest(job), newest)
     if gate is None or found is None or judged is None or judged.good_version is None:
         return newest
     return newest if passes(gate, found, judged.best_reward) else judged.good_version
@@ -45,8 +45,11 @@ def _take(job: Job, event: GroupClosed) -> None:
     split = ids.split_index(event.group_id)
     if split is None:
         return
-    if job.validation.asked != split[0]:
-        job.validation = PlayedValidation(split[0], event.epoch)
+    validation = job.validations.get(split[0])
+    if validation is None:
+        if job.started.plan.revision < 2:
+            job.validations.clear()
+        validation = job.validations[split[0]] = PlayedValidation(event.epoch)
     own = [member for member in admission.offered(job, event).members if member.num_completion_tokens]
     if own:
         played = PlayedGroup(
@@ -54,7 +57,14 @@ def _take(job: Job, event: GroupClosed) -> None:
             min(member.min_version for member in own),
             max(member.max_version for member in own),
         )
-        job.validation.groups.setdefault(event.group_id, played)
+        validation.groups.setdefault(event.group_id, played)
+
+
+def _newest(job: Job, epoch: int | None = None) -> PlayedValidation:
+    """The validation that began last (before `epoch`): that of a run which was killed meanwhile may still close groups
+    when it was asked for again with other examples."""
+    played = [one for one in job.validations.values() if epoch in (None, one.epoch)]
+    return played[-1] if played else PlayedValidation(-1)
 
 
 def judge(run: Run, job: Job, epoch: int, time_ms: int) -> list[Event]:
@@ -64,11 +74,11 @@ def judge(run: Run, job: Job, epoch: int, time_ms: int) -> list[Event]:
     Nothing if no rollout of it was scored, or if it did not play the newest planned version alone, as after a rollback
     in between.
     """
-    gate, validation = job.started.plan.gate, job.validation
-    job.validation = PlayedValidation()
+    gate, validation = job.started.plan.gate, _newest(job, epoch)
+    job.validations.clear()
     version = job.next_version
     reward = _reward(validation, version)
-    if gate is None or validation.epoch != epoch or reward is None:
+    if gate is None or reward is None:
         return []
     is_good = passes(gate, reward, job.best_reward)
     if is_good:

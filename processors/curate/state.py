@@ -86,11 +86,9 @@ class PlayedGroup(NamedTuple):
 
 @dataclass(slots=True)
 class PlayedValidation:
-    """The validation under way of a job with an evaluation gate."""
+    """A validation under way of a job with an evaluation gate."""
 
-    asked: str = ""
-    """Beginning of its groups' ids."""
-    epoch: int = -1
+    epoch: int
     groups: dict[str, PlayedGroup] = field(default_factory=dict[str, PlayedGroup])
     """Closed groups with a scored rollout, by id."""
 
@@ -114,7 +112,8 @@ class Job:
     """The epoch that a submission made the last one, before the plan's end."""
     last_adoption: int = 0
     """Newest version that a rollback yields; rollouts of versions before it are not trained on."""
-    validation: PlayedValidation = field(default_factory=PlayedValidation)
+    validations: dict[str, PlayedValidation] = field(default_factory=dict[str, PlayedValidation])
+    """Validations under way by the beginning of their groups' ids, in the order in which their first groups closed."""
     good_version: int | None = None
     """The newest version that has passed the evaluation gate, or that has the weights of one."""
     best_reward: float | None = None

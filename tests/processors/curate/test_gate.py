@@ -18,11 +18,11 @@ PLAN = {"tasks_per_epoch": 1, "num_generations": 2, "num_epochs": 9, "drop_zero_
 class Gated:
     """A run of one batch an epoch whose job has a gate."""
 
-    def __init__(self, partition, pick, make_closed, make_member, **gate):
+    def __init__(self, partition, pick, make_closed, make_member, revision=2, **gate):
         self.partition, self.pick = partition, pick
         self.make_closed, self.make_member = make_closed, make_member
         partition.start_run()
-        partition.start_job(gate=gate or None, **PLAN)
+        partition.start_job(gate=gate or None, **PLAN | {"revision": revision})
         self.task = None
 
     def groups(self, epoch, rewards, *, version, asked="abcd1234"):
@@ -114,7 +114,7 @@ def test_a_validation_that_a_rollback_overtook_judges_nothing(gated, pick):
 def test_a_job_without_a_gate_judges_nothing_and_remembers_nothing(gated, pick):
     run = gated()
     assert pick(VersionJudged, run.validate(0, [0.0], version=0)) == []
-    assert run.partition.state.runs["run-1"].jobs["run-1/rl"].validation.groups == {}
+    assert run.partition.state.runs["run-1"].jobs["run-1/rl"].validations == {}
 
 
 def test_a_repeated_closing_of_an_earlier_validation_changes_nothing(gated, pick):
@@ -134,6 +134,17 @@ def test_a_validation_that_is_asked_for_again_with_other_examples_is_judged_by_t
         run.partition.write(event)
     judged = run.partition.start_epoch(0)[0]
     assert (judged.reward, judged.num_groups) == (1.0, 2)
+
+
+@pytest.mark.parametrize(("revision", "judged"), [(2, (0.25, 4)), (1, (1.0, 1))])
+def test_groups_of_a_validation_that_was_given_up_are_not_counted_and_reset_nothing(gated, revision, judged):
+    run = gated(min_reward=0.5, revision=revision)
+    given_up = run.groups(0, [1.0, 1.0, 1.0], version=0, asked="00000000")
+    current = run.groups(0, [0.0, 0.0, 0.0, 1.0], version=0)
+    for event in (given_up[0], *current[:3], given_up[1], current[3]):
+        run.partition.write(event)
+    found = run.partition.start_epoch(0)[0]
+    assert (found.reward, found.num_groups) == judged
 
 
 @pytest.mark.parametrize("values", [{}, {"max_drop": -1.0}, {"min_reward": float("nan")}, {"threshold": 1.0}])
