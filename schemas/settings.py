@@ -161,7 +161,8 @@ class PlanSettings(Settings):
     """Whether a task asks for no more rollouts than its example's inputs hold recorded ones."""
     revision: Literal[1, 2] = added(1)
     """Rules of planning; a recorded plan keeps its own. 2: a group smaller than `min_generations` is viable if all of
-    it is complete; of an epoch's validations the one that began last is judged, by all its groups."""
+    it is complete; of an epoch's validations the one that began last is judged, by all its groups; a
+    refill asks for an example twice only where there is no other."""
 
 
 NEW_PLAN: Mapping[str, Any] = {"knows_single_group": True, "revision": 2}

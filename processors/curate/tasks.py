@@ -5,7 +5,7 @@ Also reads a run's examples from the artifact that its start names.
 
 import logging
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import replace
 
 import orjson
@@ -36,8 +36,9 @@ def request_tasks(run: Run, job: Job, event: EpochStarted, dataset: Dataset) -> 
 def request_refill(run: Run, job: Job, epoch: Epoch, event: GroupClosed, dataset: Dataset) -> list[TaskRequested]:
     """Tasks in place of the groups of a closed epoch that are not trained on, behind those that it had.
 
-    An example that the epoch has asked for comes up again only if the dataset has no other. This is the dynamic
-    sampling of DAPO (arXiv 2503.14476, section 3.2), for no more tasks than are missing.
+    An example that the epoch has asked for comes up again only if the dataset, or the curriculum, has no other; by a
+    recorded plan of revision 1 also before. This is the dynamic sampling of DAPO (arXiv 2503.14476, section 3.2), for
+    no more tasks than are missing.
     """
     missing = job.groups_per_batch - len(epoch.gathered)
     if epoch.num_refills >= job.max_refills or missing <= 0:
@@ -97,6 +98,8 @@ def min_version(job: Job, index: int) -> int:
 
 def _examples(run: Run, job: Job, epoch: int, dataset: Dataset, first: int, count: int) -> list[str]:
     plan = job.started.plan
+    if first and plan.revision >= 2:
+        return _other_examples(run, job, epoch, dataset, first, count)
     known = dataset.keys()
     if first:
         known = {name for name in dataset if job.last_asked.get(name) != epoch} or dataset.keys()
@@ -111,15 +114,30 @@ def _examples(run: Run, job: Job, epoch: int, dataset: Dataset, first: int, coun
         job.progress = curriculum.expand(job.progress, epoch, plan.curriculum)
         for other in run.beside(job):
             other.progress = job.progress
+    return _chosen(job, known, epoch, count, seed)
+
+
+def _other_examples(run: Run, job: Job, epoch: int, dataset: Dataset, first: int, count: int) -> list[str]:
+    """Examples of a refill: those that the epoch has not asked for, each once, then the others."""
+    settings = job.started.plan.curriculum
+    seed = ids.derive_seed(run.started.seed, job.started.job_id, "curriculum")
+    turn = epoch * job.started.plan.tasks_per_epoch + first
+    asked = {name for name in dataset if job.last_asked.get(name) == epoch}
+    others, chosen = dataset.keys() - asked, list[str]()
+    for names in (others, asked or dataset.keys()):
+        missing = count - len(chosen)
+        if settings.enabled and settings.steer:
+            found = _chosen(job, names, epoch, missing, seed)
+        else:
+            found = curriculum.epoch_permutation(names, turn * len(names), missing, seed)
+        chosen += dict.fromkeys(found) if names is others else found
+    return chosen
+
+
+def _chosen(job: Job, examples: Collection[str], epoch: int, count: int, seed: int) -> list[str]:
+    known, settings = job.window.known(job.window_start), job.started.plan.curriculum
     return curriculum.choose(
-        known,
-        job.window.known(job.window_start),
-        job.last_asked,
-        plan.curriculum,
-        job.progress,
-        epoch=epoch,
-        count=count,
-        seed=seed,
+        examples, known, job.last_asked, settings, job.progress, epoch=epoch, count=count, seed=seed
     )
 
 

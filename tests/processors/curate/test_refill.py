@@ -61,6 +61,28 @@ def test_a_batch_is_planned_as_it_is_after_the_last_refill(partition):
     assert [task.index for task in partition.start_epoch(1)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("curriculum", [{}, {"enabled": True, "initial_percentile": 1.0, "explore_share": 0.5}])
+def test_a_refill_asks_for_an_example_twice_only_once_all_were_asked_for(new_partition, curriculum):
+    plan = PLAN | {"tasks_per_epoch": 9, "max_refills": 4, "curriculum": curriculum}
+    for num_examples in (10, 12, 14):
+        partition = new_partition(num_examples)
+        tasks = partition.start(**plan, revision=2)
+        asked = [task.example_id for task in tasks]
+        more = tasks_in(closed(partition, tasks, *[[1.0, 1.0]] * 4, *[[0.0, 1.0]] * 5))
+        assert [task.index for task in more] == [9, 10, 11, 12]
+        asked += [task.example_id for task in more]
+        assert set(asked) == set(partition.dataset) or len(set(asked)) == 13
+        repeats = [example_id for example_id in asked[9:] if asked.count(example_id) > 1]
+        assert len(repeats) == len(set(repeats)) == max(0, 13 - num_examples)
+
+
+def test_a_recorded_refill_of_an_earlier_plan_asks_for_what_it_did(new_partition):
+    partition = new_partition(10)
+    tasks = partition.start(**PLAN | {"tasks_per_epoch": 9})
+    more = tasks_in(closed(partition, tasks, *[[1.0, 1.0]] * 4, *[[0.0, 1.0]] * 5))
+    assert len({task.example_id for task in more}) == 1
+
+
 def test_a_group_of_a_refill_that_closes_twice_changes_nothing(partition):
     tasks = partition.start(**PLAN)
     more = tasks_in(closed(partition, tasks, [1.0, 1.0], [0.0, 1.0], [0.0, 1.0]))
