@@ -5,13 +5,14 @@ import re
 from binascii import unhexlify
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from pydantic import BaseModel, ValidationError
+from pydantic_core import SchemaValidator
 
 from rollstream.eventlog.log import Encoded, Headers, Received, Record, partition_of
-from rollstream.schemas.base import Event, received_validator_of
+from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError, first_invalid
 from rollstream.schemas.events import KINDS, Tick
 from rollstream.schemas.topics import TOPICS
@@ -46,9 +47,34 @@ EMPTY_SHA256 = "0" * 64
 UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """(kind, old version) -> the content of the next version. Pure; a golden file of each old version stays."""
 
+_MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
+"""Bounds of the integers that orjson writes."""
+
+
+def _validator_of(event: type[Event]) -> Callable[[Any], Event]:
+    """Validator of an event that another program may have written: a number, which may come as text, must be finite,
+    and an integer fit into 64 bits, because an event made from it could not be written, or not read, otherwise.
+    """
+    return SchemaValidator(_bounded(event.__pydantic_core_schema__), _use_prebuilt=False).validate_python
+
+
+def _bounded(schema: Any) -> Any:
+    """A core schema with a lower and an upper bound of each integer, and no infinite number."""
+    if isinstance(schema, list):
+        return [_bounded(one) for one in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    bounded = {name: _bounded(one) for name, one in cast("dict[Any, Any]", schema).items()}
+    if bounded.get("type") == "int":
+        bounded |= {} if {"ge", "gt"} & bounded.keys() else {"ge": _MIN_INT}
+        bounded |= {} if {"le", "lt"} & bounded.keys() else {"le": _MAX_INT}
+    if bounded.get("type") == "float":
+        bounded["allow_inf_nan"] = False
+    return bounded
+
+
 _VALIDATORS: dict[str, dict[str, Callable[[Any], Event]]] = {
-    topic: {kind: received_validator_of(event) for kind, event in KINDS.items() if topic == event.TOPIC}
-    for topic in TOPICS
+    topic: {kind: _validator_of(event) for kind, event in KINDS.items() if topic == event.TOPIC} for topic in TOPICS
 }
 """Validators by topic and kind, each of which makes an event of its content."""
 

@@ -3,13 +3,9 @@
 from collections.abc import Callable
 from functools import partial
 from operator import eq
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import SchemaValidator
-
-_MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
-"""Bounds of the integers that orjson writes."""
 
 
 def added(default: Any, **constraints: Any) -> Any:
@@ -36,28 +32,6 @@ Model = TypeVar("Model", bound=BaseModel)
 def validator_of(model: type[Model]) -> Callable[[dict[str, Any]], Model]:
     """Validator behind `model.model_validate`, without its options, for objects made thousands of times a second."""
     return model.__pydantic_validator__.validate_python
-
-
-def received_validator_of(model: type[Model]) -> Callable[[Any], Model]:
-    """As `validator_of`, for what another program may have written: a number, which may come as text, must be finite,
-    and an integer fit into 64 bits, because an event made from it could not be written, or not read, otherwise.
-    """
-    return SchemaValidator(_bounded(model.__pydantic_core_schema__), _use_prebuilt=False).validate_python
-
-
-def _bounded(schema: Any) -> Any:
-    """A core schema with a lower and an upper bound of each integer, and no infinite number."""
-    if isinstance(schema, list):
-        return [_bounded(one) for one in cast("list[Any]", schema)]
-    if not isinstance(schema, dict):
-        return schema
-    bounded = {name: _bounded(one) for name, one in cast("dict[Any, Any]", schema).items()}
-    if bounded.get("type") == "int":
-        bounded |= {} if {"ge", "gt"} & bounded.keys() else {"ge": _MIN_INT}
-        bounded |= {} if {"le", "lt"} & bounded.keys() else {"le": _MAX_INT}
-    if bounded.get("type") == "float":
-        bounded["allow_inf_nan"] = False
-    return bounded
 
 
 def maker_of(model: type[Model]) -> Callable[[dict[str, Any]], Model]:
