@@ -1,22 +1,53 @@
 """A trainer adapter of another training backend, in a run on the log: its submissions are recorded, its status decides.
 
 Trajectories are written to the log before they are submitted to the backend, and the submission is recorded after that,
-so a resumed run submits at most the last epoch twice. There are no weight versions, because the backend holds the
-model.
+so a resumed run submits at most the last epoch twice. The backend's references are kept in the workspace, so a resumed
+run asks how the jobs of earlier epochs ended. There are no weight versions, because the backend holds the model.
 """
 
+import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
 from rollstream.eventlog import codec
-from rollstream.harness.components import epochs
-from rollstream.harness.components.adapter import RollstreamTrainerAdapter
+from rollstream.eventlog.artifact_retry import retrying
+from rollstream.eventlog.files import write_whole
+from rollstream.harness.components import epochs, run_completion
+from rollstream.harness.components.adapter import FINAL, RollstreamTrainerAdapter
 from rollstream.harness.components.interfaces import TrainerAdapter
 from rollstream.harness.components.submission import epoch_of, num_members, submitted_groups
 from rollstream.harness.config.jobs import check_submission
 from rollstream.harness.runs.run_handle import RunHandle
-from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.finetuning import FinetuneConfig, TrainingJobRef, TrainingJobStatus, TrajectoryCollection
+from rollstream.schemas.errors import ConfigError, RunFailedError
+from rollstream.schemas.finetuning import (
+    FinetuneConfig,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryCollection,
+)
 from rollstream.schemas.settings import EXTERNAL
+from rollstream.schemas.variables import conceal
+
+FOLDER = "training_jobs"
+"""Folder in the workspace with a file a run: the jobs that its backend was given."""
+
+logger = logging.getLogger(__name__)
+
+
+class GivenJob(BaseModel):
+    """A job that the backend was given; without a reference it is known by its epoch only."""
+
+    epoch: int
+    ref: TrainingJobRef | None = None
+    status: TrainingStatusEnum = TrainingStatusEnum.PENDING
+    message: str | None = None
+
+
+_FILE = TypeAdapter(list[GivenJob])
 
 
 def recording(adapter: TrainerAdapter, handle: RunHandle, finetune: FinetuneConfig) -> TrainerAdapter:
@@ -44,13 +75,19 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         self._submitted = {}
         self._refs: dict[str, TrainingJobRef] = {}
         """Jobs by digest of the trajectories that were handed over in this process."""
+        self._file = handle.workspace / FOLDER / f"{handle.run.started.run_id}.json"
+        self._given: list[GivenJob] = []
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes of `inner`, for trainers written for it."""
         return getattr(self.__dict__["_inner"], name)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
-        """Initialize the backend's adapter. Raises ConfigError if the backend is not healthy."""
+        """Initialize the backend's adapter, and wait for the jobs that earlier processes gave it.
+
+        Raises ConfigError if the backend is not healthy or the end of an earlier job cannot be found out,
+        RunFailedError if one failed, which has failed the run then.
+        """
         await TrainerAdapter.initialize(self, run_config)
         await self._inner.initialize(run_config)
         handle = self._backend()
@@ -61,6 +98,8 @@ class ExternalAdapter(RollstreamTrainerAdapter):
             raise ConfigError(
                 f"{location}: its training backend is not healthy (is_healthy() returned false); start it first"
             )
+        if handle.job_progress.outcome is None:
+            await self._finish_earlier(handle)
 
     async def is_healthy(self) -> bool:
         """The backend's answer."""
@@ -87,6 +126,8 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         submitted = await submitted_groups(handle, epoch, groups)
         ref = await self._inner.submit(trajectories)
         self._refs[digest] = ref
+        self._given.append(GivenJob(epoch=epoch, ref=ref))
+        await self._keep()  # before the seal, after which no process submits this epoch again
         await epochs.submit(handle, epoch, submitted)
         await epochs.sealed(handle, epoch)
         return ref
@@ -94,12 +135,80 @@ class ExternalAdapter(RollstreamTrainerAdapter):
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """The backend's answer."""
         self._backend().check_services()
-        return await self._inner.status(ref)
+        return await self._kept(ref, await self._inner.status(ref))
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
         """The backend's final status. Raises RunFailedError if the run or its services are over before that."""
-        return await self._backend().during(self._inner.wait_until_complete(ref, poll_interval))
+        status = await self._backend().during(self._inner.wait_until_complete(ref, poll_interval))
+        return await self._kept(ref, status)
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Delegates to the backend's adapter."""
         self._inner.log_progress(ref, metrics, output_dir)
+
+    async def _finish_earlier(self, handle: RunHandle) -> None:
+        """Wait for the jobs of sealed epochs. Raises as `initialize`."""
+        seals = handle.job.seals
+        self._given = [one for one in _read(self._file) if one.epoch in seals]
+        known = {one.epoch for one in self._given if one.ref is not None or one.status in FINAL}
+        missing = sorted(epoch for epoch, seal in seals.items() if seal.num_trained_groups and epoch not in known)
+        if missing:
+            raise ConfigError(_unknown(self._file, self._given, missing))
+        for job in self._given:
+            if job.ref is not None and job.status not in FINAL:
+                logger.info("waiting for the training job of epoch=%d, which an earlier process submitted", job.epoch)
+                await self.wait_until_complete(job.ref)
+        failure = run_completion.failure_of(self._given)
+        if failure is not None:
+            await run_completion.finalize_run(handle, is_completed=False, message=failure)
+            raise RunFailedError(f"a training job of an earlier process failed: {failure}")
+
+    async def _kept(self, ref: TrainingJobRef, status: TrainingJobStatus) -> TrainingJobStatus:
+        """The same status; a final one is kept for a process that resumes the run."""
+        for job in self._given:
+            if job.ref == ref and job.status not in FINAL and status.status in FINAL:
+                job.status, job.message = TrainingStatusEnum(status.status), conceal(status.message or "") or None
+                await self._keep()
+        return status
+
+    async def _keep(self) -> None:
+        """Write the jobs to the workspace, retrying while the disk is full; they are on the disk then."""
+
+        async def here(call: Callable[[], None]) -> None:
+            call()  # one write after the other
+
+        try:
+            content = _FILE.dump_json(self._given, indent=1)
+        except ValueError as error:  # a process that resumes the run asks its user
+            logger.warning("the reference of a training job cannot be kept, as it is not JSON: %s", error)
+            bare = [one if _is_json(one) else one.model_copy(update={"ref": None}) for one in self._given]
+            content = _FILE.dump_json(bare, indent=1)
+        await retrying(lambda: write_whole(self._file, content), f"write {self._file}", in_thread=here)
+
+
+def _is_json(job: GivenJob) -> bool:
+    try:
+        return bool(job.model_dump_json())
+    except ValueError:
+        return False
+
+
+def _read(path: Path) -> list[GivenJob]:
+    """The jobs in a file; none if it is missing. Raises ConfigError if it cannot be read."""
+    try:
+        return _FILE.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"{path}: the training jobs of the run cannot be read: {error}; restore the file") from error
+
+
+def _unknown(path: Path, given: list[GivenJob], missing: list[int]) -> str:
+    """The error that nothing says how the jobs of some epochs ended."""
+    several = ", ".join(map(str, missing))
+    entry = _FILE.dump_json([GivenJob(epoch=missing[0], status=TrainingStatusEnum.COMPLETED)], exclude_defaults=True)
+    return (
+        f"{path}: no reference to the training job of epoch {several}, so the backend cannot be asked how it ended; "
+        f"look there, and write it in the file{' beside the others' if given else ''}, e.g. {entry.decode()} "
+        '(or "failed"), for each of these epochs'
+    )

@@ -270,3 +270,66 @@ def test_a_configuration_of_ours_with_an_adapter_that_is_not_is_refused(tmp_path
         ConfigError, match=r"trainer_adapters\.a: OtherBackend is not derived from RollstreamTrainerAdapter"
     ):
         asyncio.run(conducted(EpochwiseRig(tmp_path, content)))
+
+
+async def killed_while_it_waits(rig: EpochwiseRig, monkeypatch: pytest.MonkeyPatch, job: int) -> None:
+    """Conduct a run whose process is gone while `job` is in training."""
+    status = OtherBackend.status
+
+    async def wait(self: OtherBackend, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+        if ref.metadata == {"job": job}:
+            raise InterruptedError("killed while it waits")
+        return await status(self, ref)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OtherBackend, "wait_until_complete", wait)
+        with pytest.raises(InterruptedError):
+            await conducted(rig)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_job_that_failed_after_its_process_was_killed_fails_the_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    rig = EpochwiseRig(tmp_path, written(tmp_path, fails_at=last))
+
+    async def scenario() -> None:
+        await killed_while_it_waits(rig, monkeypatch, last)
+        outcome = await conducted(rig, resume=True)
+        assert (outcome.status, outcome.message, outcome.exit_code) == ("failed", "no GPU is left", 1)
+        assert [one.error for one in await rig.events("jobs", JobFailed)] == ["no GPU is left"]
+        assert not await rig.events("jobs", JobSucceeded)
+
+    asyncio.run(scenario())
+    assert len(OtherBackend.given) == last + 1
+
+
+def test_a_resumed_run_whose_jobs_are_not_known_stays_open_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = EpochwiseRig(tmp_path, written(tmp_path))
+    known = tmp_path / "training_jobs" / "run-1.json"
+
+    async def scenario() -> None:
+        await killed_while_it_waits(rig, monkeypatch, 1)
+        known.unlink()
+        with pytest.raises(ConfigError, match=r"run-1\.json: no reference to the training job of epoch 0, 1, so"):
+            await conducted(rig, resume=True)
+        assert not await rig.events("groups", RunEnded)
+        known.write_text('[{"epoch":0,"status":"completed"},{"epoch":1,"status":"completed"}]')
+        assert (await conducted(rig, resume=True)).status == "completed"
+
+    asyncio.run(scenario())
+
+
+def test_a_reference_that_is_not_json_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = EpochwiseRig(tmp_path, written(tmp_path))
+    submit = OtherBackend.submit
+
+    async def with_an_object(self: OtherBackend, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        ref = await submit(self, trajectories)
+        return ref.model_copy(update={"metadata": {**(ref.metadata or {}), "client": object()}})
+
+    monkeypatch.setattr(OtherBackend, "submit", with_an_object)
+    assert asyncio.run(conducted(rig)).status == "completed"
+    assert '"ref": null' in (tmp_path / "training_jobs" / "run-1.json").read_text()
