@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from rollstream.harness.components.build import Components
+from rollstream.harness.components.conduct import conduct_components
 from rollstream.harness.config.jobs import ENDPOINT
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import BatchPlanned, RunEnded
 from rollstream.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
-from tests.rigs.runs.epochwise_rig import EpochwiseRig, configuration, opened_rig
+from tests.rigs.runs.epochwise_rig import EpochwiseRig, components_for, configuration, opened_rig
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 CANCELED = TrainingStatusEnum.CANCELED
@@ -94,3 +95,37 @@ def test_the_wait_for_room_on_a_disk_ends_with_the_run(tmp_path: Path) -> None:
                 await waiting
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_required", [True, False])
+def test_a_service_that_fails_during_a_validation_leaves_the_run_open(tmp_path: Path, is_required: bool) -> None:
+    (tmp_path / "valid.jsonl").write_text('{"id": "v", "question": "guess", "secret": 1}\n')
+    validated = {"validation_dataset": str(tmp_path / "valid.jsonl"), "validation_interval": 1}
+    written = configuration(tmp_path, num_epochs=3, num_examples=2, run_configuration=validated)
+    written["trainers"]["t"]["validation_required"] = is_required
+
+    async def scenario() -> None:
+        rig, failing = EpochwiseRig(tmp_path, written), asyncio.Event()
+
+        async def watch() -> None:
+            await failing.wait()
+            raise RunFailedError("service producers-1 exited 6 times without progress")
+
+        async with asyncio.timeout(90), rig.services():
+            handle, parts = await rig.open_run(), components_for(rig)
+            await handle.start(watch())
+
+            async def run_eval() -> Any:
+                failing.set()
+                return await handle.wait_for(lambda: None)
+
+            parts.trajectory_builder.run_eval = run_eval
+            try:
+                with pytest.raises(RunFailedError, match=r"^service producers-1 exited 6 times"):
+                    await conduct_components(handle, parts, rig.loaded.finetune)
+            finally:
+                await handle.close()
+            assert not await rig.events("groups", RunEnded)
+
+    asyncio.run(scenario())
+    assert not (tmp_path / "output" / "validation_history.json").exists()
