@@ -145,6 +145,8 @@ def train(request: "Request") -> None:
     except Interrupted as interrupted:
         display.print(_interruption(interrupted, request.resume))
         sys.exit(interrupted.exit_code)
+    finally:
+        display.let_go()
     if outcome.exit_code:
         raise RunFailedError(f"run {outcome.run_id} {outcome.status}: {outcome.message}")
 

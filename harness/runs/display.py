@@ -41,6 +41,10 @@ class Display:
         self._line.show(line_of(progress, None, ""))
         self._line.finish()
 
+    def let_go(self) -> None:
+        """Nothing is shown any more: a stream that refused output does not change the exit status."""
+        self._line.let_go()
+
 
 class Rate:
     """Versions a second since this process began to look, for the time that is left."""

@@ -1,10 +1,14 @@
 """One line of progress on a stream: replaced in place on a terminal, elsewhere a new line at intervals.
 
-Texts are concealed and escaped, and rich does not interpret markup in them.
+Texts are concealed and escaped, and rich does not interpret markup in them. A stream that refuses them, such as a file
+on a full disk or a closed pipe, does not end the command: that is logged, and the command continues.
 """
 
+import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from rollstream.harness.services.concealing import shown
@@ -15,6 +19,8 @@ if TYPE_CHECKING:
 
 LIVE_INTERVAL_S = 0.2
 PLAIN_INTERVAL_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 class LiveLine:
@@ -30,6 +36,8 @@ class LiveLine:
         self._is_silent = is_live_only and self._console is None
         self._next_at = clock()
         self._shown = ""
+        self._is_refused = False
+        """Whether the stream refused the last output."""
 
     @property
     def interval_s(self) -> float:
@@ -56,31 +64,58 @@ class LiveLine:
         """Show progress now, replacing the previous text."""
         if self._is_silent:
             return
-        if self._console is not None:
-            self.clear()
-            self._write_live(self._console, text)
-        elif text != self._shown:
-            self._stream.write(f"{shown(text)}\n")
-        self._shown = text
-        self._stream.flush()
+        with self._unless_refused():
+            if self._console is not None:
+                self._clear()
+                self._write_live(self._console, text)
+            elif text != self._shown:
+                self._stream.write(f"{shown(text)}\n")
+            self._shown = text
+            self._stream.flush()
 
     def print(self, text: str) -> None:
-        """Write a permanent line; progress continues below it."""
-        self.clear()
-        self._stream.write(f"{shown(text)}\n")
-        self._stream.flush()
+        """Write a permanent line; progress continues below it. What the stream refuses is logged."""
+        with self._unless_refused():
+            self._clear()
+            self._stream.write(f"{shown(text)}\n")
+            self._stream.flush()
+        if self._is_refused:
+            logger.info("not shown: %s", text)
 
     def clear(self) -> None:
         """Clear the progress text."""
         if self._console is not None and self._shown:
-            clear_line(self._console)
-            self._shown = ""
+            with self._unless_refused():
+                self._clear()
 
     def finish(self) -> None:
         """Keep the shown text; later output starts on a new line."""
         if self._console is not None and self._shown:
-            self._stream.write("\n")
-            self._stream.flush()
+            with self._unless_refused():
+                self._stream.write("\n")
+                self._stream.flush()
+            self._shown = ""
+
+    def let_go(self) -> None:
+        """Discard what the stream refused, which would otherwise change the exit status of the process."""
+        if self._is_refused:
+            with suppress(OSError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+
+    @contextmanager
+    def _unless_refused(self) -> Generator[None]:
+        """Continue when the stream refuses output, which is logged once."""
+        was_refused, self._is_refused = self._is_refused, False
+        try:
+            yield
+        except OSError as error:
+            self._is_refused = True
+            if not was_refused:
+                logger.warning("the output cannot be written (%s); the command continues without it", error)
+
+    def _clear(self) -> None:
+        if self._console is not None and self._shown:
+            clear_line(self._console)
             self._shown = ""
 
     def _write_live(self, console: "Console", text: str) -> None:

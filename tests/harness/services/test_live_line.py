@@ -1,5 +1,6 @@
 """One line of progress: replaced in place on a terminal as wide as it is, plain lines elsewhere."""
 
+import errno
 import fcntl
 import io
 import os
@@ -7,6 +8,8 @@ import struct
 import subprocess
 import sys
 import termios
+
+import pytest
 
 from rollstream.harness.services.live_line import PLAIN_INTERVAL_S, LiveLine
 from rollstream.metrics.sql.table import table
@@ -98,3 +101,38 @@ def test_wide_characters_stay_aligned_and_nothing_is_markup() -> None:
     assert table(("name", "n"), [("東京", "1"), ("[red]", "10"), ("a\n\tb\x1b", "2")], (False, True)) == (
         "name        n\n東京        1\n[red]      10\na\\n b\\x1b   2"
     )
+
+
+class Refusing(io.StringIO):
+    """A file on a disk that is full for a while."""
+
+    is_full = True
+
+    def flush(self) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_stream_that_refuses_output_is_reported_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Refusing()
+    line = LiveLine(stream)
+    with caplog.at_level("INFO"):
+        line.show("a")
+        line.print("b")
+        line.finish()
+        stream.is_full = False
+        line.show("c")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the output cannot be written ([Errno 28] No space left on device); the command continues without it",
+        "not shown: b",
+    ]
+    assert stream.getvalue().endswith("c\n")
+
+
+def test_output_that_was_refused_does_not_change_the_exit_status() -> None:
+    code = f"import sys\nfrom {LiveLine.__module__} import LiveLine\n"
+    code += "line = LiveLine(sys.stdout)\nline.print('a')\nline.let_go()\nsys.stdout.flush()"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 0
+    assert b"cannot be written" in done.stderr
