@@ -97,7 +97,7 @@ async def finalize_run(handle: RunHandle, *, is_completed: bool, message: str = 
     """Bring a completed run's job to its end; write that a failed one failed. What is over stays as it is.
 
     `message` is others' word: it is written without secrets, and as long as an event allows. Raises what a service or
-    the log failed with.
+    the log failed with; the run then stays open, so that it can be resumed.
     """
     message = recordable(message, MAX_JOB_ERROR)
     progress = handle.progress
@@ -109,6 +109,7 @@ async def finalize_run(handle: RunHandle, *, is_completed: bool, message: str = 
         except RunFailedError:
             handle.check_services()
         return
+    handle.check_services()
     if progress.run is None:
         await handle.announce()  # a run that failed before its first epoch is listed too
     if handle.spec.job.kind == EXTERNAL:

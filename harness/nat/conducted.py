@@ -73,8 +73,8 @@ def _overheard() -> Iterator[_Overheard]:
 async def conducted(handle: RunHandle, running: Coroutine[Any, Any, list[Any]]) -> list[Any]:
     """The result of a trainer's `run`, after the run has ended on the log accordingly; its model is exported by then.
 
-    One that is cancelled (Ctrl-C) leaves the run open. Raises RunFailedError if the run failed, from the exception of
-    `running` if there is one.
+    One that is cancelled (Ctrl-C) leaves the run open, and so does a failed service. Raises RunFailedError if the run
+    failed, from the exception of `running` if there is one.
     """
     statuses: list[Any] = []
     logged = ""
@@ -87,8 +87,8 @@ async def conducted(handle: RunHandle, running: Coroutine[Any, Any, list[Any]]) 
         if isinstance(error, asyncio.CancelledError) and is_asked_to_end(asyncio.current_task()):
             raise
         if not handle.is_over:
-            reason = await failed(handle, error)
-            raise RunFailedError(shown(f"run {handle.run.started.run_id} failed: {reason}")) from error
+            how = await failed(handle, error)
+            raise RunFailedError(shown(f"run {handle.run.started.run_id} {how}")) from error
         logger.info("the trainer ended with an error once its run was over", exc_info=error)
     outcome = await run_completion.finish(handle, is_completed=failure is None, message=failure or "", logged=logged)
     if outcome.exit_code:
@@ -105,11 +105,21 @@ def _canceled(status: Any) -> Any:
 
 
 async def failed(handle: RunHandle, error: BaseException) -> str:
-    """Write that the run failed, and why, which is returned: also where it cannot be written any more."""
-    reason = conceal(str(error) if isinstance(error, RollstreamError) else describe(error))
+    """Write that the run failed, and why, which is returned. If a service has failed, or nothing can be written any
+    more, the run stays open, which is returned with that reason.
+    """
     logger.info("%s", conceal("".join(traceback.format_exception(error)).rstrip()))
+    reason = _reason(error)
     try:
         await run_completion.finish(handle, is_completed=False, message=reason)
     except RollstreamError as other:
-        logger.warning("the run stays open on the log: %s", other)
-    return reason
+        cause = _reason(other)
+        if cause != reason:
+            logger.warning("the run stays open on the log: %s", cause)
+        run_id = handle.run.started.run_id
+        return f"stays open: {cause}; `rollstream finetune --resume {run_id}` continues it once that is corrected"
+    return f"failed: {reason}"
+
+
+def _reason(error: BaseException) -> str:
+    return conceal(str(error) if isinstance(error, RollstreamError) else describe(error))

@@ -176,3 +176,34 @@ def test_a_command_that_is_cancelled_leaves_its_run_open(tmp_path: Path) -> None
         return await asyncio.Event().wait() and []
 
     assert ended(tmp_path, run, is_cancelled=True) == ("cancelled", [])
+
+
+def test_a_service_that_has_failed_leaves_the_run_open_with_the_remedy(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig, failing = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=2, num_examples=2)), asyncio.Event()
+
+        async def watch() -> None:
+            await failing.wait()
+            raise RunFailedError("service producers-1 exited 6 times without progress")
+
+        async with asyncio.timeout(60), rig.services():
+            handle = await rig.open_run()
+            await handle.start(watch())
+
+            async def run() -> list[Any]:
+                await handle.begin()
+                failing.set()
+                return await handle.wait_for(lambda: None) or []
+
+            try:
+                with pytest.raises(RunFailedError) as raised:
+                    await conducted(handle, run())
+            finally:
+                await handle.close()
+        assert str(raised.value) == (
+            "run run-1 stays open: service producers-1 exited 6 times without progress; "
+            "`rollstream finetune --resume run-1` continues it once that is corrected"
+        )
+        assert not await rig.events("groups", RunEnded)
+
+    asyncio.run(scenario())
