@@ -6,8 +6,8 @@ which knows nothing of runs, our adapter ends the run and closes everything when
 
 import asyncio
 import atexit
-import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -37,11 +37,13 @@ from rollstream.harness.nat.handover import (
 from rollstream.harness.runs.run_handle import RunHandle, open_handle, opened
 from rollstream.harness.services.concealing import shown
 from rollstream.producers.rollout.user_code import find_users_modules, import_installed
-from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.errors import RunFailedError, describe
 from rollstream.schemas.finetuning import TrainingStatusEnum
 
 TRANSLATED = ("finalize", "submit", "status", "wait_until_complete")
 """Methods that take or give data models."""
+
+logger = logging.getLogger(__name__)
 
 
 @TrajectoryBuilder.register
@@ -82,7 +84,7 @@ class NatTrainerAdapter(RollstreamTrainerAdapter):
         _prepare(run_config)
         if opened(self._workspace) is None:
             handle = await open_handle(self.loaded(run_config), self._workspace, run_name() or RUN_NAME)
-            _close_at_exit(handle)
+            close_at_exit(handle)
             if not is_ours(block_of(run_config, "trainer")):
                 await self._end_with_trainer(run_config, handle)
         await super().initialize(run_config)
@@ -196,7 +198,7 @@ def _prepare(run_config: Any) -> None:
         check_packages(run_config)
 
 
-def _close_at_exit(handle: RunHandle) -> None:
+def close_at_exit(handle: RunHandle) -> None:
     """Close a run handle when its event loop ends, or at process exit if the loop is never closed."""
     loop = asyncio.get_running_loop()
     guard = asyncio.create_task(_guard(handle, asyncio.current_task()))
@@ -204,8 +206,12 @@ def _close_at_exit(handle: RunHandle) -> None:
     def close() -> None:
         if not loop.is_closed():
             guard.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            try:
                 loop.run_until_complete(guard)
+            except asyncio.CancelledError:
+                pass
+            except Exception as error:  # noqa: BLE001 -- Python's thread pools are shut down by now
+                logger.warning("run %s is not closed in order: %s", handle.run.started.run_id, describe(error))
 
     atexit.register(close)
 

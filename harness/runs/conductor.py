@@ -75,6 +75,8 @@ class Conductor:
         self._sent = RecentSet(MAX_SENT)
         self._held = AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
+        self._following: asyncio.Task[None] | None = None
+        """The background task that reads the log."""
         self._completed: dict[str, int] = {}
         """Newest epoch by job with a completed rollout, at least the newest that was sealed before this process."""
 
@@ -104,12 +106,13 @@ class Conductor:
         self.progress = await follower.catch_up()
         jobs = self.progress.jobs.items()
         self._completed = {job_id: job.sealed.epoch for job_id, job in jobs if job.sealed is not None}
-        self._run_in_background(self._follow(follower))
+        self._following = self._run_in_background(self._follow(follower))
 
-    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._wake())
         self._background.append(task)
+        return task
 
     async def close(self) -> None:
         """Let go of everything, in order. Closing twice changes nothing."""
@@ -267,10 +270,14 @@ class Conductor:
             raise RunFailedError(reason)
 
     def check_services(self) -> None:
-        """Raises what a service, the broker or the reading of the log failed with."""
+        """Raises what a service, the broker or the reading of the log failed with; RunFailedError if the program ends:
+        its event loop cancels all tasks, and nothing of the log is read any more.
+        """
         for task in self._background:
             if task.done() and not task.cancelled():
                 task.result()
+        if self._following is not None and self._following.cancelled():
+            raise RunFailedError("the program ends, and its event loop has cancelled the run's background work")
 
     async def _failed(self) -> Any:
         """Raises what a service, the broker or the reading of the log fails with."""

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rollstream.harness.components.run_completion import watch_curriculum
+from rollstream.harness.nat.components import close_at_exit
 from rollstream.harness.nat.conducted import conducted
-from rollstream.harness.runs.run_handle import RunHandle
+from rollstream.harness.runs.run_handle import RunHandle, opened
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.events import RunEnded
 from rollstream.schemas.finetuning import TrainingJobStatus, TrainingStatusEnum, Trajectory, TrajectoryCollection
@@ -207,3 +208,25 @@ def test_a_service_that_has_failed_leaves_the_run_open_with_the_remedy(tmp_path:
         assert not await rig.events("groups", RunEnded)
 
     asyncio.run(scenario())
+
+
+def test_a_program_that_fails_before_its_trainer_runs_ends_and_leaves_the_run_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = EpochwiseRig(tmp_path, configuration(tmp_path, num_epochs=2, num_examples=2))
+
+    async def program() -> None:
+        handle = await rig.open_run()
+        await handle.start()
+        close_at_exit(handle)
+        await asyncio.sleep(0.01)
+        raise ValueError("the builder cannot be built")
+
+    async def scenario() -> None:
+        async with asyncio.timeout(20):
+            await asyncio.to_thread(asyncio.run, program())
+
+    with pytest.raises(ValueError, match="the builder cannot be built"):
+        asyncio.run(scenario())
+    assert "stays open on the log: the program ends" in caplog.text
+    assert opened(tmp_path) is None
