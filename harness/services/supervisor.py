@@ -176,7 +176,10 @@ class Supervisor:
         path = self.logs / f"{name}.log"
         if not path.exists():
             return "(no log output)"
-        data = path.read_bytes()
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            return f"(its log cannot be read: {error})"
         begin = next((child.log_begin for child in self._children if child.spec.name == name), 0)
         own = data[begin:] if begin <= len(data) else data  # a log that was too large has been emptied since
         text = own[-LAST_BYTES:].decode("utf-8", "replace")
@@ -194,7 +197,9 @@ class Supervisor:
         code = child.process.poll()
         if code is not None:
             child.process = None
-            child.restart_at = now + self._ended(child, code)
+            child.is_alone |= code > 0 and not self.waits_for()
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+            child.restart_at = now + self._ended(child, how)
             return
         silence_s = min(self.silence_s(child.spec.name, child.process.pid), now - self._paused_until)
         was_silent, child.is_silent = child.is_silent, silence_s > WARN_S and not self.waits_for()
@@ -211,16 +216,14 @@ class Supervisor:
                 SILENCE_S,
             )
 
-    def _ended(self, child: _Child, code: int) -> float:
+    def _ended(self, child: _Child, how: str) -> float:
         """Delay in seconds before an exited child is restarted. Raises RunFailedError if it exited too often."""
         name = child.spec.name
         words = self.last_words(name)
         self.total_restarts += child.spec.is_needed
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
         if reason := self.waits_for():
             logger.warning("service %s %s: %s; it will be restarted", name, how, reason)
             return self.first_backoff_s
-        child.is_alone |= code > 0
         wait_s = child.restarts.add()
         if not child.spec.is_needed:
             level = logging.WARNING if child.restarts.count == 1 else logging.INFO
@@ -248,6 +251,16 @@ class Supervisor:
         return server if is_forked and server is not None and not server.is_closed else None
 
     def _launch(self, child: _Child) -> None:
+        """Start a child. One that cannot be started, as without memory for a process, counts as one that has exited.
+
+        Raises RunFailedError if that happened too often.
+        """
+        try:
+            self._start_process(child)
+        except OSError as error:
+            child.restart_at = self.monotonic() + self._ended(child, f"could not be started ({error})")
+
+    def _start_process(self, child: _Child) -> None:
         path = self.logs / f"{child.spec.name}.log"
         with path.open("a+b") as log:
             _end_line(log)
@@ -324,17 +337,24 @@ class LogRelay:
         """Errors that the named services logged since the last call, as `service: message`; repeats are left out."""
         found: list[str] = []
         for name in names:
-            path = self._folder / f"{name}.log"
-            lines = self._new_lines(path)
-            if bound_log(str(path), self._max_log_bytes):
-                self._offsets[path.name] = 0
-            for line in lines:
+            for line in self._newest_lines(self._folder / f"{name}.log"):
                 match = _ERROR.match(line)
                 text = f"{name}: {match.group(1)}" if match else ""
                 if text and text not in self._relayed and self._has_room(name):
                     self._relayed[text] = None
                     found.append(text)
         return found
+
+    def _newest_lines(self, path: Path) -> list[str]:
+        """New lines of a log, which is rotated if it is too large; none if it cannot be read at the moment."""
+        try:
+            lines = self._new_lines(path)
+            if bound_log(str(path), self._max_log_bytes):
+                self._offsets[path.name] = 0
+        except OSError as error:
+            logger.debug("%s cannot be read: %s", path, error)
+            return []
+        return lines
 
     def _has_room(self, name: str) -> bool:
         """Whether one more error of a service is displayed. A tracker, whose errors may change each time, has a few."""
