@@ -1,12 +1,14 @@
 """Built-in trackers: event files of TensorBoard and runs of Weights & Biases."""
 
 import hashlib
+import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rollstream.eventlog.files import sync_file
+from rollstream.eventlog.files import read_json, sync_file, update_json
 from rollstream.metrics.trackers.points import Point, TrackedJob, TrackerDownError, TrackerError, file_name
 from rollstream.schemas import ids
 from rollstream.schemas.errors import describe
@@ -15,6 +17,8 @@ from rollstream.schemas.trackers import TensorBoardSettings, WandbSettings
 EVENT_FILE = "events.out.tfevents.0000000000.rollstream"
 FORMAT = "brain.Event:2"
 """Version of the file format; the first event has it."""
+
+logger = logging.getLogger(__name__)
 
 
 class EventFile:
@@ -26,11 +30,19 @@ class EventFile:
         """Raises TrackerError if the file has become shorter than it was."""
         folder = settings.folder / file_name(job.run_id) / file_name(ids.name_of(job.job_id))
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"{EVENT_FILE}.{hashlib.sha256(str(workspace.absolute()).encode()).hexdigest()[:8]}"
+        self._path = folder / (str(kept.get("file", "")) or _name_in(folder, workspace))
+        if not kept and (others := sorted(path.name for path in folder.glob(f"{EVENT_FILE}.*") if path != self._path)):
+            logger.warning(
+                "%s has points of job %s already, in %s: TensorBoard shows them too; remove those of this workspace, "
+                "which it sends once more",
+                folder,
+                job.job_id,
+                ", ".join(others),
+            )
         self._file = _opened(self._path, int(kept.get("size_bytes", 0)))
 
     def log(self, points: Sequence[Point], first: int) -> Mapping[str, Any]:
-        """Append one event a point; the size of the file afterwards tells the next process where its part begins."""
+        """Append one event a point; name and size of the file tell the next process where its part begins."""
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -45,11 +57,23 @@ class EventFile:
             records.write(event.SerializeToString())
         self._file.flush()
         sync_file(self._path)
-        return {"size_bytes": self._file.tell()}
+        return {"size_bytes": self._file.tell(), "file": self._path.name}
 
     def close(self, state: str | None) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _name_in(folder: Path, workspace: Path) -> str:
+    """Name of a workspace's event files, which stays the same if the workspace is moved; in a folder of an earlier
+    release, the name that had the workspace's path in it.
+    """
+    earlier = f"{EVENT_FILE}.{hashlib.sha256(str(workspace.absolute()).encode()).hexdigest()[:8]}"
+    if (folder / earlier).exists():
+        return earlier
+    path = workspace / "trackers" / "workspace.json"
+    update_json(path, lambda known: known or {"id": secrets.token_hex(4)})
+    return f"{EVENT_FILE}.{read_json(path)['id']}"
 
 
 def _opened(path: Path, size_bytes: int) -> BinaryIO:

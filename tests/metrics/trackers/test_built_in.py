@@ -48,6 +48,32 @@ def test_an_event_file_loses_what_a_killed_process_did_not_record(tmp_path: Path
     assert scalars(folder, "epoch/avg_reward") == [(0, 0.25)]
 
 
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_workspace_that_was_moved_continues_its_event_file(tmp_path: Path, is_recorded: bool) -> None:
+    before, after = tmp_path / "project", tmp_path / "renamed"
+    before.mkdir()
+    file = EventFile(TensorBoardSettings(log_dir=before / "boards"), JOB, {}, before)
+    kept = file.log(FIRST, 0)
+    file.close(None)
+    before.rename(after)
+    moved = EventFile(TensorBoardSettings(log_dir=after / "boards"), JOB, kept if is_recorded else {}, after)
+    moved.log(SECOND if is_recorded else [*FIRST, *SECOND], 2 if is_recorded else 0)
+    moved.close(None)
+    folder = after / "boards" / RUN / "rl"
+    assert len(list(folder.iterdir())) == 1
+    assert [step for step, _ in scalars(folder, "training/loss")] == [1, 2]
+
+
+def test_points_of_a_job_that_another_file_has_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = TensorBoardSettings(log_dir=tmp_path / "boards")
+    for name in ("one", "two"):
+        file = EventFile(settings, JOB, {}, tmp_path / name)
+        file.log(FIRST, 0)
+        file.close(None)
+    assert "has points of job" in caplog.text
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("job_id", ["..", ".", "../../up", "a b/ü"])
 def test_an_event_file_stays_in_its_folder(tmp_path: Path, job_id: str) -> None:
     log_dir = tmp_path / "one" / "two" / "boards"
