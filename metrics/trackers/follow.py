@@ -18,8 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollstream.eventlog.files import move, read_json, write_whole
 from rollstream.metrics.trackers.points import (
+    ENDED_STATES,
     MAX_POINTS,
     Ask,
+    Key,
     Point,
     Sent,
     Series,
@@ -36,6 +38,8 @@ from rollstream.schemas.trackers import TrackerSettings
 OPEN, ENDED = "open", "ended"
 """Folders of the runs that have not ended, and of those of which the tracker has everything."""
 LOCK = ".lock"
+QUIET_POLLS = 30
+"""Polls without anything new after which a job that has ended is no longer asked for."""
 MAX_OPEN = 8
 """Jobs whose trackers are open at a time: a run may have many that follow one another."""
 
@@ -51,6 +55,8 @@ class SentPoints(BaseModel):
     """Points that are being sent, with the numbers from `num_points` on."""
     kept: dict[str, Any] = Field(default_factory=dict)
     """Result of the tracker's last `log`, for when it is opened again."""
+    is_settled: bool = False
+    """Whether the job has ended, and nothing more of it is expected before the run's end."""
     state: str = ""
     """State at the job's end that the tracker was given."""
 
@@ -75,6 +81,8 @@ class TrackedRun:
         self._lock: int | None = None
         self._sent: dict[str, SentPoints] = {}
         self._trackers: dict[str, JobTracker] = {}
+        self._num_quiet: dict[str, int] = {}
+        """Polls in a row without anything new of a job that has ended."""
         self._is_finished = False
         self.num_points = 0
         """Points that this process has sent."""
@@ -95,7 +103,10 @@ class TrackedRun:
         for job in jobs:
             if self._sent_of(job.job_id).sending:
                 self._deliver(job)
-        keys = new_keys(ask, self._run_id, {job.job_id: self._sent_of(job.job_id).series for job in jobs})
+        asked = [job for job in jobs if is_over or not self._is_settled(job)]
+        keys = self._new_keys(ask, asked)
+        if len(keys) < MAX_POINTS:
+            self._settle(asked, keys)
         if not keys and not is_over:
             return False
         jobs = jobs_of(ask_fresh, self._run_id)
@@ -104,11 +115,28 @@ class TrackedRun:
             if points := found.get(job.job_id):
                 self._write(job.job_id, self._sent_of(job.job_id).model_copy(update={"sending": points}))
                 self._deliver(job)
-        if all(job.is_over for job in jobs) and not keys:
-            known = {job.job_id: self._sent_of(job.job_id).series for job in jobs}
-            if not new_keys(ask_fresh, self._run_id, known):
-                self._finish(jobs)
+        if all(job.is_over for job in jobs) and not keys and not self._new_keys(ask_fresh, jobs):
+            self._finish(jobs)
         return len(keys) >= MAX_POINTS
+
+    def _new_keys(self, ask: Ask, jobs: list[TrackedJob]) -> list[Key]:
+        return new_keys(ask, self._run_id, {job.job_id: self._sent_of(job.job_id).series for job in jobs})
+
+    def _is_settled(self, job: TrackedJob) -> bool:
+        return job.state in ENDED_STATES and self._sent_of(job.job_id).is_settled
+
+    def _settle(self, jobs: list[TrackedJob], keys: list[Key]) -> None:
+        """Leave out jobs that have ended and had nothing new for a while, so that a run of many jobs, as of a shared
+        model group, is asked for a few of them. All are asked for once more at the run's end.
+        """
+        with_new = {key.job_id for key in keys}
+        for job in jobs:
+            is_quiet = job.state in ENDED_STATES and job.job_id not in with_new
+            num_quiet = self._num_quiet.pop(job.job_id, 0) + 1 if is_quiet else 0
+            if num_quiet >= QUIET_POLLS:
+                self._write(job.job_id, self._sent_of(job.job_id).model_copy(update={"is_settled": True}))
+            elif num_quiet:
+                self._num_quiet[job.job_id] = num_quiet
 
     def forget(self) -> None:
         """Forget what the tracker has, so that everything is sent again. Raises TrackerError as `send_new` does."""

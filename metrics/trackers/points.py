@@ -17,6 +17,8 @@ Ask = Callable[[str], Sequence[Sequence[Any]]]
 
 MAX_POINTS = 1000
 """Maximum points of one series that are sent at a time."""
+MAX_JOBS = 200
+"""Maximum jobs of a query: its size grows with them."""
 NOT_BEGUN = -1
 """Below every version and epoch."""
 WINDOW: Mapping[Series, int] = {"training": 0, "epoch": 64, "validation": 64}
@@ -53,12 +55,16 @@ class TrackedJob(NamedTuple):
     kind: str
     """`rl`, `sft`, `dpo` or `external`."""
     state: str
+    """`submitted`, `running`, or one of ENDED_STATES."""
     is_over: bool
     """Whether its run has ended, so that no further point comes."""
     algorithm: str
     model: str
     settings: Mapping[str, Any]
     """The job's settings as recorded."""
+
+
+ENDED_STATES = frozenset({"succeeded", "failed", "cancelled", "skipped"})
 
 
 class Key(NamedTuple):
@@ -83,6 +89,10 @@ class Sent(BaseModel):
         last = max([self.last, *steps])
         return Sent(last=last, recent=sorted(step for step in {*self.recent, *steps} if step > last - WINDOW[series]))
 
+    def has(self, series: Series, step: int) -> bool:
+        """Whether a step was sent, or is too old to come."""
+        return step <= self.last - WINDOW[series] or step in (self.recent or [self.last])
+
 
 SentBySeries = Mapping[Series, Sent]
 
@@ -106,17 +116,21 @@ def jobs_of(ask: Ask, run_id: str) -> list[TrackedJob]:
 
 
 def new_keys(ask: Ask, run_id: str, sent: Mapping[str, SentBySeries]) -> list[Key]:
-    """Points that the trackers of a run's jobs do not have, at most MAX_POINTS of a series.
+    """Points that the trackers of some jobs of a run do not have, at most 2 * MAX_POINTS of a series.
 
-    `sent`: the points that each has, by job.
+    `sent`: the points that each of the jobs has.
     """
-    parts = [
-        f"SELECT * FROM (SELECT job_id, '{series}' AS series, step FROM ({query}) WHERE {_is_new(series, sent)} "
-        f"ORDER BY step, job_id LIMIT {MAX_POINTS})"
-        for series, query in _queries(run_id).items()
-    ]
-    rows = ask(f"SELECT * FROM ({' UNION ALL '.join(parts)}) ORDER BY series, step, job_id")
-    return [Key(*row) for row in rows]
+    found, jobs = list[Key](), list(sent.items())
+    while jobs and len(found) < MAX_POINTS:
+        some, jobs = dict(jobs[:MAX_JOBS]), jobs[MAX_JOBS:]
+        parts = [
+            f"SELECT * FROM (SELECT job_id, '{series}' AS series, step FROM ({query}) WHERE {_is_new(series, some)} "
+            f"ORDER BY step, job_id LIMIT {MAX_POINTS})"
+            for series, query in _queries(run_id).items()
+        ]
+        rows = ask(f"SELECT * FROM ({' UNION ALL '.join(parts)}) ORDER BY series, step, job_id")
+        found += [Key(*row) for row in rows]
+    return found
 
 
 def points_of(ask: Ask, run_id: str, keys: Sequence[Key]) -> dict[str, list[Point]]:
@@ -147,7 +161,8 @@ def _is_new(series: Series, sent: Mapping[str, SentBySeries]) -> str:
             steps = ", ".join(map(str, found.recent or [found.last]))
             begun = found.last - WINDOW[series]
             old.append(f"(job_id = {quoted(job_id)} AND (step <= {begun} OR step IN ({steps})))")
-    return f"NOT ({' OR '.join(old)})" if old else "true"
+    new = f"NOT ({' OR '.join(old)})" if old else "true"
+    return f"job_id IN ({', '.join(map(quoted, sent))}) AND {new}"
 
 
 def _queries(run_id: str) -> dict[Series, str]:

@@ -1,11 +1,13 @@
 """A tracker gets every point of a run once: in steps, over crashes at each moment, and over its own outages."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollstream.metrics.trackers import points
+from rollstream.metrics.trackers import follow, points
 from rollstream.metrics.trackers.follow import TrackedRun, unfinished_runs
 from rollstream.metrics.trackers.points import jobs_of, new_keys, points_of
 from rollstream.schemas import ids
@@ -57,7 +59,7 @@ def send_to_the_end(tracker: KeptTracker, workspace: Path) -> int:
 def test_points_of_a_run_have_their_values_by_name(projected: Projected, run_events: list[Event]) -> None:
     ask = asking(projected(run_events))
     jobs = {job.job_id: job for job in jobs_of(ask, RUN)}
-    found = points_of(ask, RUN, new_keys(ask, RUN, {}))
+    found = points_of(ask, RUN, new_keys(ask, RUN, {SFT: {}, RL: {}}))
     assert {job: (one.kind, one.state, one.is_over) for job, one in jobs.items()} == {
         SFT: ("sft", "succeeded", True),
         RL: ("rl", "succeeded", True),
@@ -128,6 +130,45 @@ def test_points_that_a_crash_left_unsent_are_sent_before_newer_ones(
     send_to_the_end(tracker, workspace)
     assert tracker.again == [(next(iter(tracker.points)), number) for number in first]
     assert sorted(steps(tracker)[RL]) == sorted(EXPECTED[RL])
+
+
+def test_a_job_that_ended_is_not_asked_for_again_until_the_run_ends(
+    projected: Projected, run_events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "QUIET_POLLS", 3)
+    workspace = projected(run_events[:-1])
+    tracker, ask, asked = KeptTracker(), asking(workspace), list[str]()
+
+    def counted(sql: str) -> Sequence[Sequence[Any]]:
+        asked.append(sql)
+        return ask(sql)
+
+    one = tracked(tracker, workspace)
+    for _ in range(4):
+        one.send_new(counted, ask)
+    one.close()
+    asked.clear()
+    later = tracked(tracker, workspace)
+    later.send_new(counted, ask)
+    later.close()
+    assert len(asked) == 1, "only the jobs' states"
+    assert {job: sorted(found) for job, found in steps(tracker).items()} == {
+        job: sorted(found) for job, found in EXPECTED.items()
+    }
+    projected(run_events[-1:])
+    send_to_the_end(tracker, workspace)
+    assert sorted(tracker.closed[-2:]) == [(RL, "succeeded"), (SFT, "succeeded")]
+    assert tracker.again == []
+
+
+def test_many_jobs_are_asked_for_in_queries_of_a_limited_size(
+    projected: Projected, run_events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(points, "MAX_JOBS", 1)
+    ask, asked = asking(projected(run_events)), list[str]()
+    found = new_keys(lambda sql: (asked.append(sql), ask(sql))[1], RUN, {SFT: {}, RL: {}})
+    assert sorted((key.series, key.step) for key in found) == sorted(EXPECTED[SFT] + EXPECTED[RL])
+    assert ["/sft'" in sql for sql in asked] == [True, False]
 
 
 def test_a_run_is_sent_by_one_process(projected: Projected, run_events: list[Event]) -> None:
