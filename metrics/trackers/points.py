@@ -89,10 +89,6 @@ class Sent(BaseModel):
         last = max([self.last, *steps])
         return Sent(last=last, recent=sorted(step for step in {*self.recent, *steps} if step > last - WINDOW[series]))
 
-    def has(self, series: Series, step: int) -> bool:
-        """Whether a step was sent, or is too old to come."""
-        return step <= self.last - WINDOW[series] or step in (self.recent or [self.last])
-
 
 SentBySeries = Mapping[Series, Sent]
 

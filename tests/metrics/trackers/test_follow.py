@@ -161,6 +161,25 @@ def test_a_job_that_ended_is_not_asked_for_again_until_the_run_ends(
     assert tracker.again == []
 
 
+def test_metrics_that_are_made_again_meanwhile_double_no_point(projected: Projected, run_events: list[Event]) -> None:
+    workspace = projected(run_events[:-1])
+    tracker, ask, calls = KeptTracker(), asking(workspace), itertools.count()
+
+    def behind(sql: str) -> Sequence[Sequence[Any]]:
+        """The first query is answered before the RL job is in the metrics again."""
+        is_first = next(calls) == 0
+        return [row for row in ask(sql) if not is_first or row[0] != RL]
+
+    one = tracked(tracker, workspace)
+    while one.send_new(ask, ask):
+        pass
+    one.send_new(behind, ask)
+    one.close()
+    assert {job: sorted(found) for job, found in steps(tracker).items()} == {
+        job: sorted(found) for job, found in EXPECTED.items()
+    }
+
+
 def test_many_jobs_are_asked_for_in_queries_of_a_limited_size(
     projected: Projected, run_events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
