@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollstream.eventlog.files import move, read_json, write_whole
+from rollstream.eventlog.files import move, read_json, remove_whole, write_whole
 from rollstream.metrics.trackers.points import (
     ENDED_STATES,
     MAX_POINTS,
@@ -37,7 +37,8 @@ from rollstream.schemas.trackers import TrackerSettings
 
 OPEN, ENDED = "open", "ended"
 """Folders of the runs that have not ended, and of those of which the tracker has everything."""
-LOCK = ".lock"
+LOCKS = "locks"
+"""Folder of the files that are locked by whoever sends a run."""
 QUIET_POLLS = 30
 """Polls without anything new after which a job that has ended is no longer asked for."""
 MAX_OPEN = 8
@@ -78,6 +79,7 @@ class TrackedRun:
         self._run_id = run_id
         self._open = open_tracker
         self._folders = {name: folder_of(workspace, settings) / name / file_name(run_id) for name in (OPEN, ENDED)}
+        self._lock_path = folder_of(workspace, settings) / LOCKS / file_name(run_id)
         self._lock: int | None = None
         self._sent: dict[str, SentPoints] = {}
         self._trackers: dict[str, JobTracker] = {}
@@ -160,29 +162,36 @@ class TrackedRun:
                 closing.callback(self._trackers.popitem()[1].close, None)
 
     def _take(self) -> None:
-        """Lock the run's folder, which becomes an open one. Raises TrackerError if another process has it."""
+        """Lock the run, whose folder becomes an open one. Raises TrackerError if another process has it.
+
+        The lock is beside the folders, because a process that ends the run moves them.
+        """
         if self._lock is not None:
             return
+        self._lock_path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise TrackerError(
+                f"run {self._run_id}: another process sends it to this tracker ({self._lock_path} is locked); stop "
+                "that one, or leave it to it"
+            ) from None
+        try:
+            self._open_folder()
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
+        self._sent.clear()  # another process may have sent since
+
+    def _open_folder(self) -> None:
         folder = self._folders[OPEN]
         folder.parent.mkdir(parents=True, exist_ok=True)
         if not folder.exists() and self._folders[ENDED].exists():  # the run was resumed, or is sent once more
             move(self._folders[ENDED], folder)
         folder.mkdir(exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        is_taken = False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_taken = os.path.samestat(os.fstat(lock), (folder / LOCK).stat())
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        if not is_taken:
-            os.close(lock)
-            raise TrackerError(
-                f"run {self._run_id}: another process sends it to this tracker ({folder / LOCK} is locked); stop that "
-                "one, or leave it to it"
-            )
-        self._lock = lock
-        self._sent.clear()  # another process may have sent since
 
     def _deliver(self, job: TrackedJob) -> None:
         """Send the points that are noted. A tracker that fails is opened again for the next try."""
@@ -223,6 +232,8 @@ class TrackedRun:
         """Move the run to those that have ended."""
         self._close_trackers()
         self._folders[ENDED].parent.mkdir(parents=True, exist_ok=True)
+        if self._folders[ENDED].exists():  # an earlier release left both folders of a run
+            remove_whole(self._folders[ENDED])
         move(self._folders[OPEN], self._folders[ENDED])
         self._is_finished = True
         self.close()

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,36 @@ def test_a_run_is_sent_by_one_process(projected: Projected, run_events: list[Eve
     first.close()
     second.send_new(asking(workspace), asking(workspace))
     second.close()
+
+
+def test_a_process_that_begins_while_another_ends_the_run_sends_nothing_again(
+    projected: Projected, run_events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = projected(run_events[:-1])
+    tracker, ask, opened, exists = KeptTracker(), asking(workspace), follow.folder_of(workspace, SETTINGS), Path.exists
+    first, second = tracked(tracker, workspace), tracked(tracker, workspace)
+    while first.send_new(ask, ask):
+        pass
+    projected(run_events[-1:])
+    ending = [first]
+
+    def found(self: Path, **named: Any) -> bool:
+        """Whether a path exists; after the look at the open folder, the other process ends the run."""
+        result = exists(self, **named)
+        if ending and self == opened / "open" / RUN:
+            ending.pop().send_new(ask, ask)
+        return result
+
+    monkeypatch.setattr(Path, "exists", found)
+    for one in (second, second, first):
+        with suppress(RollstreamError):
+            send(one, workspace)
+        one.close()
+    assert {job: sorted(found) for job, found in steps(tracker).items()} == {
+        job: sorted(found) for job, found in EXPECTED.items()
+    }
+    assert tracker.again == []
+    assert not exists(opened / "open" / RUN)
 
 
 def test_an_ended_run_that_goes_on_is_followed_again(projected: Projected, run_events: list[Event]) -> None:
