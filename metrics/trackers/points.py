@@ -99,9 +99,10 @@ def file_name(text: str) -> str:
 
 
 def jobs_of(ask: Ask, run_id: str) -> list[TrackedJob]:
-    """The jobs of a run, in the order of their start."""
+    """The jobs of a run, in the order of their start. One that was cut short because its run failed has failed."""
     rows = ask(
-        "SELECT j.job_id, j.kind, j.state, r.state <> 'running', coalesce(j.algorithm, ''), coalesce(j.model, ''), "
+        "SELECT j.job_id, j.kind, if(j.state = 'cancelled' AND r.state IN ('failed', 'abandoned'), 'failed', j.state), "
+        "r.state <> 'running', coalesce(j.algorithm, ''), coalesce(j.model, ''), "
         f"j.settings FROM jobs j JOIN runs r USING (run_id) WHERE run_id = {quoted(run_id)} AND j.kind <> 'frozen' "
         "ORDER BY j.started_at, j.job_id"
     )

@@ -246,6 +246,17 @@ def test_an_ended_run_that_goes_on_is_followed_again(projected: Projected, run_e
     assert tracker.again == []
 
 
+@pytest.mark.parametrize(("cause", "state"), [("failed", "failed"), ("abandoned", "failed"), ("stopped", "cancelled")])
+def test_a_job_that_its_runs_end_cut_short_has_failed_unless_the_run_was_stopped(
+    projected: Projected, run_events: list[Event], cause: Any, state: str
+) -> None:
+    cut = next(i for i, one in enumerate(run_events) if getattr(one, "version", 0) == 3)
+    workspace = projected([*run_events[:cut], RunEnded(run_id=RUN, time_ms=run_events[cut].time_ms, cause=cause)])
+    tracker = KeptTracker()
+    send_to_the_end(tracker, workspace)
+    assert (RL, state) in tracker.closed
+
+
 def test_a_validation_is_sent_once_all_its_tasks_are_closed(
     projected: Projected, run_events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
