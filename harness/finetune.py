@@ -4,8 +4,8 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
+from rollstream.eventlog.artifact_retry import retrying
+from rollstream.eventlog.disk_space import is_full
 from rollstream.eventlog.files import write_whole
 from rollstream.harness.components.conduct import conduct as conduct_epochs
 from rollstream.harness.config import file as config_file
@@ -91,18 +93,31 @@ def finetune(request: Request, display: Display) -> Outcome:
     )
     with held(run_request, display) as lease:
         outcome = asyncio.run(_run(run_request, lease, display))
-        if request.result_path is not None:
-            _write_result(request.result_path, outcome)
         display.print(outcome.summary())
+        if request.result_path is not None:
+            asyncio.run(write_result(request.result_path, outcome))
     return outcome
 
 
-def _write_result(path: Path, outcome: Outcome) -> None:
-    """Whole or not at all, unless only the file itself can be written: a pipe, or a file that is mounted alone."""
+async def write_result(path: Path, outcome: Outcome) -> None:
+    """Write the outcome as JSON, retrying while the disk is full. Raises OSError of any other cause."""
     text = json.dumps(outcome.as_json(), indent=1) + "\n"
+
+    async def here(call: Callable[[], None]) -> None:
+        call()  # a thread that waits for the reader of a pipe could not be interrupted
+
+    await retrying(lambda: _write(path, text), f"write the result to {path}", in_thread=here)
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, unless only the file itself can be written: a pipe, or a file that is mounted alone."""
     if path.is_file() or not path.exists():
-        with suppress(OSError):
+        try:
             write_whole(path.resolve(), text, is_private=False)
+        except OSError as error:
+            if is_full(error):
+                raise
+        else:
             return
     path.write_text(text, encoding="utf-8")
 

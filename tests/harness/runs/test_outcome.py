@@ -1,14 +1,19 @@
 """The summary at the end of a run."""
 
 import asyncio
+import errno
 import json
+import os
 import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness import finetune
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.runs.driver import lacking
@@ -76,3 +81,21 @@ def test_a_run_of_several_model_groups_lists_the_folders_of_its_models(
     assert sorted(path.parent.name for path in output.glob("*/*.safetensors")) == ["earlier", "provers", "verifiers"]
     move_earlier_output(config)
     assert sorted(path.name for path in output.iterdir()) == ["earlier", "earlier-2"]
+
+
+def test_a_result_is_written_once_the_disk_has_room_and_the_old_one_is_whole_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, full, write = tmp_path / "result.json", [True], finetune.write_whole
+    path.write_text("{}")
+
+    def once_there_is_room(*arguments: Any, **named: Any) -> None:
+        assert path.read_text() == "{}"
+        if full and full.pop():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*arguments, **named)
+
+    monkeypatch.setattr(finetune, "write_whole", once_there_is_room)
+    asyncio.run(finetune.write_result(path, Outcome("run-1", "completed", 3)))
+    assert json.loads(path.read_text())["version"] == 3
+    assert "waiting for free space" in caplog.text
