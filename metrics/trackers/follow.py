@@ -108,7 +108,7 @@ class TrackedRun:
         asked = [job for job in jobs if is_over or not self._is_settled(job)]
         keys = self._new_keys(ask, asked)
         if len(keys) < MAX_POINTS:
-            self._settle(asked, keys)
+            self._leave_out(asked, keys)
         if not keys and not is_over:
             return False
         jobs = jobs_of(ask_fresh, self._run_id)
@@ -127,7 +127,7 @@ class TrackedRun:
     def _is_settled(self, job: TrackedJob) -> bool:
         return job.state in ENDED_STATES and self._sent_of(job.job_id).is_settled
 
-    def _settle(self, jobs: list[TrackedJob], keys: list[Key]) -> None:
+    def _leave_out(self, jobs: list[TrackedJob], keys: list[Key]) -> None:
         """Leave out jobs that have ended and had nothing new for a while, so that a run of many jobs, as of a shared
         model group, is asked for a few of them. All are asked for once more at the run's end.
         """
