@@ -28,7 +28,7 @@ from pydantic import JsonValue, ValidationError
 
 from rollstream.harness.recorded.atif_documents import is_document, rollout_line
 from rollstream.producers.traces.spans import Selection, recorded_steps, scores
-from rollstream.schemas.errors import DecodeError, first_invalid
+from rollstream.schemas.errors import DecodeError, describe, first_invalid
 from rollstream.schemas.events.intermediate_steps import IntermediateStep, IntermediateStepType
 from rollstream.schemas.events.recorded import RecordedGroup, RecordedReward, RecordedRollout, RecordedStep
 
@@ -270,6 +270,8 @@ def _rollout(name: str, gathered: _Gathered, selection: Selection) -> RecordedRo
         steps = recorded_steps(gathered.steps, selection)
     except DecodeError as reason:
         return RecordedRollout(source_id=name, error=str(reason))
+    except (TypeError, ValueError) as reason:  # of values that a log cannot hold
+        return RecordedRollout(source_id=name, error=f"the steps cannot be recorded: {describe(reason)}")
     index_of = {step.uuid: index for index, step in enumerate(steps)}
     missing = [uuid for uuid in gathered.step_rewards if uuid not in index_of]
     if missing:

@@ -153,11 +153,11 @@ def _without_appended_calls(text: str) -> tuple[str, list[Any]]:
     content, _, calls_text = text.rpartition(_TOOL_CALLS)
     try:
         calls = ast.literal_eval(calls_text) if _TOOL_CALLS in text else None
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        calls = None
-    if not isinstance(calls, list) or not calls or not all(map(_is_call, calls)):
+        if not isinstance(calls, list) or not calls or not all(map(_is_call, calls)):
+            return text, []
+        return content, [_tool_call(call) for call in calls]
+    except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError):  # TypeError: a dict as key, a set
         return text, []
-    return content, [_tool_call(call) for call in calls]
 
 
 def _is_call(raw: Any) -> bool:

@@ -254,6 +254,16 @@ def test_inconsistent_lines_are_a_rollout_with_an_error():
     assert errors == ["no steps were recorded", "step_rewards: no step has the UUID nobody"]
 
 
+def test_an_answer_with_a_template_of_tool_calls_is_recorded_as_it_is():
+    answer = 'The template is:\n\nTool calls: {{"name": "search", "arguments": {{"q": "x"}}}}'
+    ingested = read_lines(lines(*run_of("a"), *run_of("b", answer=answer)), ALL)
+    assert not ingested.bad
+    (_, template) = members(ingested.groups[0])
+    assert template.error is None
+    answers = [step.chat.answer["content"] for step in template.steps if step.chat is not None]
+    assert answers == [answer]
+
+
 def test_the_summary_counts_calls_that_are_not_trained_on_by_reason():
     steps = run_of("a", ids=False) + run_of("b", model="judge")
     chosen = Selection(target_model=nat.MODEL)

@@ -112,6 +112,12 @@ def test_other_steps_and_invalid_steps_are_skipped() -> None:
     assert found(start, step(0, "4", 1.0, name="other"), {"event_type": "?"}, 3, None) == Found()
 
 
+def test_a_candidate_that_writes_a_template_of_tool_calls_keeps_its_text() -> None:
+    text = 'as in:\n\nTool calls: {{"name": "search", "arguments": {{"q": "x"}}}}'
+    (one,) = found(step(0, text, 1.0)).candidates
+    assert one.response == text
+
+
 def test_a_prompt_has_not_the_answer_at_its_end_and_may_be_one_text() -> None:
     messages = [*PROMPT, {"role": "assistant", "content": "4"}]
     (one,) = found(step(0, "4", 1.0, data={"input": messages})).candidates

@@ -239,7 +239,18 @@ def test_tool_calls_of_an_answer_are_found_where_a_dump_has_lost_them():
     assert step.chat.answer["content"] == ""
 
 
-@pytest.mark.parametrize("calls", ["[1, 2]", "[]", "[{'a': 1}]", "[{'name': 'add'}, 1]", "none"])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *("[1, 2]", "[]", "[{'a': 1}]", "[{'name': 'add'}, 1]", "none"),
+        *('{{"name": "add", "arguments": {{"a": 1}}}}', "[{'name': 'add', 'args': {1, 2}}]"),
+        *(
+            "[{'name': 'add', 'args': {(0, 1): 2}}]",
+            "[{'name': 'add', 'args': ...}]",
+            "[{'name': 'add', 'args': b'1'}]",
+        ),
+    ],
+)
 def test_an_answer_that_only_writes_as_tool_calls_are_appended_keeps_its_text(calls):
     text = f"Use it\n\nTool calls: {calls}"
     start, end = nat.langchain("a", nat.messages("1"), "")
