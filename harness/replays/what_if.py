@@ -267,8 +267,8 @@ def _beginning(events: RunEvents, recorded: JobStarted, config: RunConfig) -> We
 
 async def _rewards(
     log: EventLog, events: RunEvents, recorded: JobStarted, spec: JobSpec, config: RunConfig, on_progress: OnProgress
-) -> dict[str, float]:
-    """Recomputed rewards by trajectory id; empty if neither functions nor weights change.
+) -> dict[str, float | None]:
+    """Recomputed rewards by trajectory id, None where there is no score; empty if neither functions nor weights change.
 
     Rollouts with other settings (validation, or recorded with rewards) keep theirs.
     """

@@ -25,6 +25,7 @@ from rollstream.schemas.events import (
     SubmissionReceived,
     TrajectoryRejected,
 )
+from rollstream.schemas.events.training import SubmittedGroup
 from rollstream.schemas.settings import JobSpec
 
 FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations", "oversampling", "max_refills")
@@ -100,10 +101,11 @@ def replan(
     recorded: JobStarted,
     spec: JobSpec,
     run_id: str,
-    rewards: Mapping[str, float],
+    rewards: Mapping[str, float | None],
     datasets: curate.Datasets,
 ) -> Counterfactual:
-    """Fold a run's records of `groups` under `spec`. `rewards`: by trajectory id, in place of the recorded ones.
+    """Fold a run's records of `groups` under `spec`. `rewards`: by trajectory id, in place of the recorded ones; a
+    trajectory with None is rejected as `no_score`.
 
     `datasets`: by the recorded run's id. Raises ConfigError if nothing is left to train.
     """
@@ -115,6 +117,8 @@ def replan(
         event = _replaced(received.event, recorded, spec, rewards, num_tasks)
         if event is None:
             continue
+        if num_unscored := _num_members(received.event) - _num_members(event):
+            made.rejected["no_score"] = made.rejected.get("no_score", 0) + num_unscored
         for output in curate.evolve(state, received.with_event(event), datasets):
             if isinstance(output, TrajectoryRejected):
                 made.rejected[output.cause] = made.rejected.get(output.cause, 0) + 1
@@ -148,7 +152,11 @@ def _num_tasks(records: list[Received], recorded: JobStarted) -> dict[int, int]:
 
 
 def _replaced(
-    event: Event, recorded: JobStarted, spec: JobSpec, rewards: Mapping[str, float], num_tasks: Mapping[int, int]
+    event: Event,
+    recorded: JobStarted,
+    spec: JobSpec,
+    rewards: Mapping[str, float | None],
+    num_tasks: Mapping[int, int],
 ) -> Event | None:
     """The event to fold in place of a recorded one; None for events of other jobs, and for the end."""
     if isinstance(event, RunStarted):
@@ -161,11 +169,7 @@ def _replaced(
         count = num_tasks.get(event.epoch, event.num_tasks)
         return event.model_copy(update={"num_tasks": count}) if event.epoch < spec.plan.num_epochs else None
     if isinstance(event, GroupClosed):
-        members = tuple(
-            member.model_copy(update={"reward": rewards.get(member.trajectory_id, member.reward)})
-            for member in event.members
-        )
-        return event.model_copy(update={"members": members}) if event.epoch < spec.plan.num_epochs else None
+        return _rescored(event, spec, rewards) if event.epoch < spec.plan.num_epochs else None
     if isinstance(event, RollbackRequested):
         return event
     if isinstance(event, SubmissionReceived):
@@ -173,19 +177,48 @@ def _replaced(
     return None
 
 
-def _resubmitted(event: SubmissionReceived, rewards: Mapping[str, float]) -> SubmissionReceived:
-    """The recorded submission, with the new rewards of those trajectories that have some."""
+def _rescored(event: GroupClosed, spec: JobSpec, rewards: Mapping[str, float | None]) -> GroupClosed:
+    """The recorded group, with the new rewards of its trajectories and without those that have none any more."""
+    members = [
+        (member.model_copy(update={"reward": reward}), index)
+        for index, member in enumerate(event.members)
+        if (reward := rewards.get(member.trajectory_id, member.reward)) is not None
+    ]
+    changes: dict[str, Any] = {"members": tuple(member for member, _ in members)}
+    if len(members) < len(event.members):
+        num_rollouts = len({member.member for member, _ in members})
+        changes["is_viable"] = event.is_viable and num_rollouts >= min(
+            spec.plan.min_generations, spec.plan.num_generations
+        )
+        if len(event.locators) == len(event.members):
+            changes["locators"] = tuple(event.locators[index] for _, index in members)
+    return event.model_copy(update=changes)
+
+
+def _num_members(event: Event) -> int:
+    return len(event.members) if isinstance(event, GroupClosed) else 0
+
+
+def _resubmitted(event: SubmissionReceived, rewards: Mapping[str, float | None]) -> SubmissionReceived:
+    """The recorded submission, with the new rewards of those trajectories that have some, without those rejected."""
     groups = tuple(
         group.model_copy(
             update={
-                "rewards": tuple(
-                    rewards.get(name, reward) for name, reward in zip(group.trajectory_ids, group.rewards, strict=True)
-                )
+                "trajectory_ids": tuple(name for name, _ in scored),
+                "rewards": tuple(reward for _, reward in scored),
             }
         )
-        for group in event.groups
+        for group, scored in ((group, _scored(group, rewards)) for group in event.groups)
     )
     return event.model_copy(update={"groups": groups})
+
+
+def _scored(group: SubmittedGroup, rewards: Mapping[str, float | None]) -> list[tuple[str, float]]:
+    """Trajectories of a submitted group that are not rejected, with their rewards."""
+    found = [
+        (name, rewards.get(name, reward)) for name, reward in zip(group.trajectory_ids, group.rewards, strict=True)
+    ]
+    return [(name, reward) for name, reward in found if reward is not None]
 
 
 def _moved(output: BatchPlanned | EpochSealed, spec: JobSpec, run_id: str, previous: str) -> Event:

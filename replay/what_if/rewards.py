@@ -12,6 +12,7 @@ from rollstream.eventlog.reading import read_to_end
 from rollstream.processors.assemble.trajectories import sum_rewards
 from rollstream.producers.evaluators.table import read, reward_of
 from rollstream.producers.league.draw import is_opponents
+from rollstream.producers.rollout.reply import MAX_TURNS
 from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, evaluate, played
 from rollstream.producers.rollout.scored_answers import is_played
 from rollstream.replay.assembly import Range
@@ -20,6 +21,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError, DecodeError
 from rollstream.schemas.evaluators import SECTION, is_pure
 from rollstream.schemas.events import GroupStarted, RewardRecorded, RolloutEnded, RolloutFailed, StepRecorded
+from rollstream.schemas.events.recorded import INPUT, RECORDED
 from rollstream.schemas.events.rollouts import GroupEvent, RolloutEvent
 from rollstream.schemas.permissions import NOTHING, Permissions
 from rollstream.schemas.settings import RolloutSettings
@@ -74,25 +76,30 @@ class Grading:
         block = self.now.evaluators.get(name)
         return block is None or is_pure(read(name, block, self.permissions))
 
+    def is_unchanged(self, name: str) -> bool:
+        """Whether the recorded run had a reward of this name by the same function."""
+        return name in self.before.rewards and self.before.evaluators.get(name) == self.now.evaluators.get(name)
+
     def check(self) -> None:
         """Raises ConfigError naming the path of an evaluator that would have to be asked."""
         for name in sorted(self.kept):
-            is_recorded = name in self.before.rewards and self.before.evaluators.get(name) == self.now.evaluators[name]
-            if not is_recorded:
+            if not self.is_unchanged(name):
                 raise ConfigError(
                     f"{SECTION}.{name} is not pure and its scores are not recorded; a what-if calls neither judges nor "
                     f"functions without pure: true; use `finetune --fork` to make new rollouts"
                 )
 
 
-async def grade(log: EventLog, parts: Iterable[Range], grading: Grading) -> dict[str, float]:
-    """Reward by trajectory id of every attempt of the grading's groups in the ranges that came to its end.
+async def grade(log: EventLog, parts: Iterable[Range], grading: Grading) -> dict[str, float | None]:
+    """Reward by trajectory id of every attempt of the grading's groups in the ranges that came to its end; None for one
+    that is rejected because a score is missing (`missing_score: reject`).
 
     The environment's own rewards stay as recorded; those of the recorded reward functions give way to the new ones',
-    which must be pure; those of judges stay too. Raises EnvironmentRunError naming a reward function that fails or has
-    no score to give, TruncatedError.
+    which must be pure; those of judges stay too, and so do a recorded rollout's by functions that are unchanged: it may
+    have brought them. Raises EnvironmentRunError naming a reward function that fails or that, where the settings demand
+    a score, has none to give, TruncatedError.
     """
-    found: dict[str, float] = {}
+    found: dict[str, float | None] = {}
     for part in parts:
         groups: dict[str, _Group] = {}
         async for record in read_to_end(log, "steps", {part.partition: part.first}, {part.partition: part.end}):
@@ -133,13 +140,34 @@ def _event_of(record: Record, part: Range) -> tuple[GroupEvent | None, str]:
     return (event if isinstance(event, GroupEvent) and event.run_id == part.run_id else None), received.digest
 
 
-async def _grade(ended: RolloutEnded, attempt: _Attempt, seed: int, grading: Grading) -> dict[str, float]:
+async def _grade(ended: RolloutEnded, attempt: _Attempt, seed: int, grading: Grading) -> dict[str, float | None]:
     """`seed`: of its member, by the group's record, because the attempt's RolloutStarted may be undecodable."""
     steps = played(step for _, step in sorted(attempt.first_steps.items()))
-    replaced = set(grading.before.rewards) - grading.kept
+    agents = sorted({step.agent for step in steps if not is_opponents(step)}) or sorted(grading.now.agents)
+    try:
+        rewards = await _rewards(ended, attempt, steps, seed, grading)
+        if grading.now.missing_score != "unneeded":
+            _check_scored(ended, steps, rewards, grading.now)
+    except NoScoreError:
+        if grading.now.missing_score == "error" and not ended.missing_scores:
+            raise
+        return {ids.trajectory_id(ended.rollout_id, agent): None for agent in agents}
+    weights = grading.now.reward_weights
+    return {ids.trajectory_id(ended.rollout_id, agent): sum_rewards(rewards, agent, weights).total for agent in agents}
+
+
+async def _rewards(
+    ended: RolloutEnded, attempt: _Attempt, steps: tuple[StepRecorded, ...], seed: int, grading: Grading
+) -> list[RewardRecorded]:
+    """All rewards of an attempt, recorded and new ones. Raises NoScoreError unless scores are unneeded, RewardError."""
+    kept = grading.kept
+    if grading.now.environment == RECORDED:
+        names = {reward.name for reward in attempt.first_rewards.values()}
+        kept |= {name for name in grading.now.rewards if name in names and grading.is_unchanged(name)}
+    replaced = set(grading.before.rewards) - kept
     rewards = [reward for _, reward in sorted(attempt.first_rewards.items()) if reward.name not in replaced]
-    inputs, messages = copy.deepcopy(grading.inputs[ended.group_id]), _messages(_copied(steps))
-    for name in (name for name in grading.now.rewards if name not in grading.kept):
+    inputs, messages = _inputs(grading, ended.group_id), _messages(_copied(steps))
+    for name in (name for name in grading.now.rewards if name not in kept):
         rollout = FinishedRollout(
             inputs=inputs,
             seed=seed,
@@ -149,12 +177,21 @@ async def _grade(ended: RolloutEnded, attempt: _Attempt, seed: int, grading: Gra
             stop_reason=ended.stop_reason,
         )
         chosen = reward_of(name, grading.now, grading.permissions, None)
-        for agent, value in (await evaluate(chosen.location, chosen.function, rollout)).items():
-            rewards.append(_reward(ended, len(rewards), name, value, agent))
-    agents = sorted({step.agent for step in steps if not is_opponents(step)}) or sorted(grading.now.agents)
-    weights = grading.now.reward_weights
-    _check_scored(ended, agents, rewards, grading)
-    return {ids.trajectory_id(ended.rollout_id, agent): sum_rewards(rewards, agent, weights).total for agent in agents}
+        try:
+            values = await evaluate(chosen.location, chosen.function, rollout)
+        except NoScoreError:
+            if grading.now.missing_score != "unneeded":
+                raise
+            continue
+        rewards += [_reward(ended, len(rewards) + n, name, *one) for n, one in enumerate(values.items())]
+    return rewards
+
+
+def _inputs(grading: Grading, group_id: str) -> dict[str, Any]:
+    """A copy of a task's inputs, without the recorded rollouts, which the environment `recorded` takes out too."""
+    inputs = grading.inputs[group_id]
+    is_recorded = grading.now.environment == RECORDED
+    return copy.deepcopy({name: value for name, value in inputs.items() if name != INPUT or not is_recorded})
 
 
 def _copied(steps: Iterable[StepRecorded]) -> tuple[StepRecorded, ...]:
@@ -162,12 +199,18 @@ def _copied(steps: Iterable[StepRecorded]) -> tuple[StepRecorded, ...]:
     return tuple(step.model_copy(deep=True) for step in steps)
 
 
-def _check_scored(ended: RolloutEnded, agents: list[str], rewards: list[RewardRecorded], grading: Grading) -> None:
-    """Raises NoScoreError if nothing rewards an agent any more, which would count as 0; as in `producers.rollout`."""
+def _check_scored(
+    ended: RolloutEnded, steps: Iterable[StepRecorded], rewards: list[RewardRecorded], now: RolloutSettings
+) -> None:
+    """Raises NoScoreError if nothing rewards an agent that spoke, which would count as 0; as in `producers.attempt`."""
+    if now.policy == "demonstration" or ended.stop_reason == MAX_TURNS:
+        return
+    steps = tuple(steps)
+    spoke = {step.agent for step in steps if step.llm is not None} or set(now.agents)
+    spoke -= {step.agent for step in steps if is_opponents(step)}
     rewarded = {reward.agent for reward in rewards}
-    without = [agent for agent in agents if not rewarded & {None, agent}]
-    is_needed = grading.now.policy == "model" and grading.now.missing_score != "unneeded"
-    if without and is_needed and ended.stop_reason != "max_turns":
+    without = sorted(spoke - rewarded) if None not in rewarded else []
+    if without:
         raise NoScoreError(
             f"rollout {ended.rollout_id}: the what-if gives no reward to {', '.join(without)}; name a reward "
             "function or evaluator (finetuning.reward_function.name)"
@@ -189,7 +232,7 @@ def _messages(steps: Iterable[StepRecorded]) -> dict[str, tuple[Mapping[str, Any
     return found
 
 
-def _reward(ended: RolloutEnded, index: int, name: str, value: float, agent: str | None) -> RewardRecorded:
+def _reward(ended: RolloutEnded, index: int, name: str, agent: str | None, value: float) -> RewardRecorded:
     return RewardRecorded(
         run_id=ended.run_id,
         time_ms=ended.time_ms,

@@ -61,7 +61,7 @@ def partitions(draw: st.DrawFn, enough: int = 0) -> list[tuple[Event, bool]]:
     return list(zip(events, readable, strict=True))
 
 
-async def graded(records: Sequence[tuple[Event, bool]]) -> dict[str, float]:
+async def graded(records: Sequence[tuple[Event, bool]]) -> dict[str, float | None]:
     """Scores of a what-if that changes nothing."""
     log = MemoryLog(num_partitions=1)
     for event, is_readable in records:

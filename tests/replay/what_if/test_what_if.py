@@ -45,6 +45,10 @@ def same(rollout):
     return 1.0
 
 
+def sometimes(rollout):
+    return None if not rollout.messages["agent"][-1]["content"] else 1.0 + rollout.rewards[0].value
+
+
 def broken(rollout):
     raise KeyError("x")
 """
@@ -274,6 +278,19 @@ def test_repeated_records_of_an_attempt_change_no_reward(recorded):
         asyncio.run(recorded.log.send_raw("steps", key=kept.key, value=kept.value))
     _, events = asked(recorded, {"trajectory_builders": {"rollouts": {"reward_weights": {"task": 2.0}}}})
     assert [member.reward for member in batches_of(events)[0].members] == [0.0, 2.0, 4.0, 6.0] * 2
+
+
+def test_a_rollout_without_a_score_is_rejected_where_the_file_asks_for_it(recorded, monkeypatch):
+    (recorded.folder / "what_if_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(recorded.folder)
+    builder = {"rewards": ["python:what_if_reward.sometimes"], "reward_weights": {"task": 0.0}, "min_generations": 2}
+    with pytest.raises(EnvironmentRunError, match="sometimes is None; expected a finite number"):
+        asked(recorded, {"trajectory_builders": {"rollouts": builder}})
+    _, events = asked(recorded, {"trajectory_builders": {"rollouts": {**builder, "missing_score": "reject"}}})
+    assert [member.reward for member in batches_of(events)[0].members] == [2.0, 3.0, 4.0] * 2
+    builder |= {"missing_score": "reject", "min_generations": 4}
+    with pytest.raises(ConfigError, match=r"nothing is left to train \(6 no_score, 18 not_viable"):
+        asked(recorded, {"trajectory_builders": {"rollouts": builder}})
 
 
 def test_a_reward_that_leaves_nothing_to_train_or_fails_is_an_error(recorded, monkeypatch):

@@ -21,6 +21,7 @@ from rollstream.schemas.events import GroupStarted, RewardRecorded, RolloutEnded
 from rollstream.schemas.events.recorded import (
     RecordedChat,
     RecordedGroup,
+    RecordedReward,
     RecordedRollout,
     RecordedStep,
     RecordedTokens,
@@ -78,7 +79,7 @@ TASKS = {
 def test_the_last_answer_is_scored_in_a_run_and_in_its_what_if(what: str, tmp_path: Path) -> None:
     task = TASKS[what]
 
-    async def scenario() -> tuple[list[float], dict[str, float]]:
+    async def scenario() -> tuple[list[float], dict[str, float | None]]:
         log, events, clock = MemoryLog(num_partitions=1), list[Event](), itertools.count(1000)
         await log.send(started(task))
 
@@ -114,7 +115,7 @@ def test_a_reward_function_gets_the_members_seed_also_where_the_attempts_start_c
 ) -> None:
     task = task_of("test_plays_a_candidate", rewards=("test_seed",))
 
-    async def scenario() -> tuple[list[float], dict[str, float]]:
+    async def scenario() -> tuple[list[float], dict[str, float | None]]:
         log, events, clock = MemoryLog(num_partitions=1), [started(task), *list[Event]()], itertools.count(1000)
 
         async def emit(event: Event) -> None:
@@ -132,3 +133,82 @@ def test_a_reward_function_gets_the_members_seed_also_where_the_attempts_start_c
     given, found = asyncio.run(scenario())
     assert given == [float(ids.member_seed(task.seed, 1) % 1_000_003)]
     assert list(found.values()) == given
+
+
+SEEN: list[tuple[str, ...]] = []
+
+
+@register_reward("test_graded")
+def graded(rollout: FinishedRollout) -> float:
+    SEEN.append(tuple(rollout.inputs))
+    return 5.0
+
+
+async def what_if(task: TaskRequested, tmp_path: Path, **changes: Any) -> dict[str, float | None]:
+    """Rewards of a rollout of the task under other settings."""
+    log, clock = MemoryLog(num_partitions=1), itertools.count(1000)
+    await log.send(started(task))
+
+    async def emit(event: Event) -> None:
+        await log.send(event)
+
+    engine = await scripted(tmp_path, answers("plays", "other", "else"))
+    await run_rollout(task, member=0, attempt=0, engine=engine, emit=emit, clock=lambda: next(clock))
+    part = Range("run-1", 0, 0, (await log.end_offsets("steps"))[0], frozenset())
+    now = task.settings.model_copy(update=changes)
+    return await grade(log, [part], Grading(task.settings, now, {task.group_id: task.inputs}))
+
+
+@pytest.mark.parametrize(
+    ("brought", "changes", "reward", "seen"),
+    [
+        ("test_graded", {"reward_weights": {"test_graded": 2.0}}, 2.0, []),
+        ("other", {"rewards": ("test_graded",)}, 6.0, [("answer",)]),
+    ],
+)
+def test_a_reward_that_came_with_a_recorded_rollout_stays_and_no_function_sees_the_recording(
+    brought: str, changes: dict[str, Any], reward: float, seen: list[Any], tmp_path: Path
+) -> None:
+    SEEN.clear()
+    given = RecordedReward(value=1.0, name=brought)
+    group = RecordedGroup.of("x0", [RecordedRollout(steps=(call("plays"),), rewards=(given,))], dict(INPUTS))
+    names = ("test_graded",) if brought == "test_graded" else ()
+    settings = RolloutSettings(environment="recorded", agents={"agent": GROUP}, rewards=names)
+    (task,) = tasks_of([group], run_id="run-1", job_id="run-1/rl", epoch=0, settings=settings, time_ms=1)
+    assert list(asyncio.run(what_if(task, tmp_path, **changes)).values()) == [reward]
+    assert seen == SEEN
+
+
+@register_reward("test_no_score")
+def no_score(rollout: FinishedRollout) -> None:
+    return None
+
+
+@pytest.mark.parametrize(("missing_score", "reward"), [("reject", None), ("unneeded", 0.0)])
+def test_a_missing_score_is_a_rejection_or_unneeded_as_in_a_run(
+    missing_score: str, reward: float | None, tmp_path: Path
+) -> None:
+    """Also where the run itself was without a score."""
+    for rewards in (("test_no_score",), ("test_seed",)):
+        task = task_of("test_plays_a_candidate", rewards=rewards, missing_score=missing_score)
+        changes = {"rewards": ("test_no_score",), "reward_weights": {"test_no_score": 2.0}}
+        assert list(asyncio.run(what_if(task, tmp_path, **changes)).values()) == [reward]
+
+
+@register_environment("test_uses_a_tool")
+async def uses_a_tool(session: Session) -> None:
+    """One agent answers, the other one only has a tool called."""
+    await session.chat([{"role": "user", "content": "?"}], agent="agent")
+    await session.tool("search", "x", "found", agent="searcher")
+
+
+@register_reward("test_of_the_agent")
+def of_the_agent(rollout: FinishedRollout) -> dict[str, float]:
+    return {"agent": 1.0}
+
+
+def test_an_agent_that_sampled_nothing_needs_no_reward(tmp_path: Path) -> None:
+    agents = {"agent": GROUP, "searcher": GROUP}
+    task = task_of("test_uses_a_tool", rewards=("test_of_the_agent",), agents=agents)
+    found = asyncio.run(what_if(task, tmp_path, reward_weights={"test_of_the_agent": 2.0}))
+    assert [reward for name, reward in found.items() if name.endswith("/agent")] == [2.0]
