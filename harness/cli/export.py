@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,18 +127,21 @@ def _export_archive(
     async def write(log: EventLog) -> ExportManifest:
         try:
             if not partial:
-                await check_ends(log, workspace, lambda line: click.echo(line, err=True))
+                with _partial_proposed():
+                    await check_ends(log, workspace, lambda line: click.echo(line, err=True))
             events = await read_run(log, run)
             if not partial:
                 _check_whole(events)
-            return await export_run(
-                log,
-                run,
-                folder,
-                artifacts=ArtifactStore(layout.artifact_uri()),
-                with_weights=weights,
-                report=lambda what, done, total: line.show_when_due(f"{what}: {done} of {total}"),
-            )
+            with nullcontext() if partial else _partial_proposed():
+                return await export_run(
+                    log,
+                    run,
+                    folder,
+                    artifacts=ArtifactStore(layout.artifact_uri()),
+                    with_weights=weights,
+                    is_partial=partial,
+                    report=lambda what, done, total: line.show_when_due(f"{what}: {done} of {total}"),
+                )
         finally:
             line.clear()
 
@@ -214,13 +218,20 @@ def rebuild(
 
 
 def _check_whole(events: "RunEvents") -> None:
-    """Raises TruncatedError if the events of the run are incomplete."""
+    """Say whether the run has not ended. Raises TruncatedError if its events are incomplete."""
     from rollstream.replay.completeness import check_whole, unended
 
     if reason := unended(events):
         click.echo(reason, err=True)
-    try:
+    with _partial_proposed():
         check_whole(events)
+
+
+@contextmanager
+def _partial_proposed() -> Iterator[None]:
+    """Add to a TruncatedError that --partial goes on without what is missing."""
+    try:
+        yield
     except TruncatedError as error:
         raise TruncatedError(f"{error}; --partial exports what is left") from error
 

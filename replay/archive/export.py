@@ -45,19 +45,24 @@ async def export_run(
     *,
     artifacts: ArtifactStore,
     with_weights: bool = False,
+    is_partial: bool = False,
     report: Report = lambda *_: None,
 ) -> ExportManifest:
     """Write the export of a run to a folder that does not exist yet. `with_weights`: all published versions too.
 
+    `is_partial`: what is left of a run of which retention removed some, noted in the manifest.
+
     Raises ConfigError for a folder that exists or cannot be written and for a run that the log does not have,
-    TruncatedError if retention removed some of the run, ArtifactError if its dataset or base weights are gone.
+    TruncatedError if retention removed some of the run (unless `is_partial`), ArtifactError if its dataset or base
+    weights are gone.
     """
     folder = folder.absolute()
     try:
         check_new(folder)
         with beside(folder) as temporary:
             temporary.mkdir()
-            manifest = await _Export(log, run_id, temporary, artifacts, with_weights, report).write()
+            export = _Export(log, run_id, temporary, artifacts, with_weights, report, is_partial=is_partial)
+            manifest = await export.write()
             check_new(folder)
     except OSError as error:
         raise ConfigError(f"export folder {folder} is not writable ({error.strerror}); give another") from error
@@ -74,7 +79,15 @@ class _Export:
     """The making of one export."""
 
     def __init__(
-        self, log: EventLog, run_id: str, folder: Path, artifacts: ArtifactStore, with_weights: bool, report: Report
+        self,
+        log: EventLog,
+        run_id: str,
+        folder: Path,
+        artifacts: ArtifactStore,
+        with_weights: bool,
+        report: Report,
+        *,
+        is_partial: bool,
     ) -> None:
         self._log = log
         self._run_id = run_id
@@ -82,6 +95,7 @@ class _Export:
         self._artifacts = artifacts
         self._with_weights = with_weights
         self._report = report
+        self._is_partial = is_partial
         self._needs = ArtifactNeeds()
         self._ranges: dict[str, dict[int, Covered]] = {}
         self._num_left_out = 0
@@ -110,6 +124,7 @@ class _Export:
             topics=files,
             artifacts=tuple(await self._copy_artifacts()),
             num_left_out=self._num_left_out,
+            is_partial=self._is_partial,
         )
         write_manifest(self._folder, manifest)
         return manifest
@@ -134,7 +149,7 @@ class _Export:
                 await asyncio.to_thread(staging.add, chosen)
         if topic == "groups" and self._needs.started is None:
             raise unknown_run(self._run_id, self._ranges["groups"][0].begin)
-        if topic == "batches":
+        if topic == "batches" and not self._is_partial:
             self._check_kept()
         name = f"{topic}.parquet"
         written = await asyncio.to_thread(staging.write, self._folder / name)
@@ -149,8 +164,8 @@ class _Export:
                 if own:
                     first, last = own[0] if first is None else min(first, own[0]), max(last, own[-1])
                 self._num_left_out += sum(1 for record in records if record.key) - len(own)
-            begin = covered.end if first is None else first
-            self._ranges["steps"][number] = Covered(begin=begin, end=max(begin, last + 1))
+            begin = covered.end if first is None else max(first, covered.begin)
+            self._ranges["steps"][number] = Covered(begin=begin, end=max(begin, min(last + 1, covered.end)))
 
     def _check_kept(self) -> None:
         """Raises TruncatedError if a record that groups or manifests name is missing."""

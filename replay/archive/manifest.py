@@ -72,6 +72,8 @@ class ExportManifest(_Value):
     artifacts: tuple[ArtifactFile, ...]
     num_left_out: int = Field(ge=0)
     """Records of the log, beside ticks, that belong to other runs and are not in the export."""
+    is_partial: bool = added(False)
+    """Whether it was made by `--partial`: records of the run may have been gone already."""
 
 
 def write_manifest(folder: Path, manifest: ExportManifest) -> None:

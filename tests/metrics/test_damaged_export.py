@@ -1,0 +1,31 @@
+"""An export of a log that others have removed records from, or written records into."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import Record, TopicPartition
+from rollstream.replay.archive.log import open_export
+from tests.metrics.test_export import export, log_of, records_of
+
+
+@pytest.mark.parametrize("topic", ["steps", "trajectories"])
+def test_what_retention_left_of_a_run_is_exported_on_demand(
+    tmp_path: Path, new_run: Any, store: ArtifactStore, topic: str
+) -> None:
+    log = log_of(new_run("one"))
+    ends = asyncio.run(log.end_offsets(topic))
+    number = max(ends, key=lambda one: ends[one])
+    log.truncate(TopicPartition(topic, number), ends[number] // 2)
+    manifest = export(log, "one", tmp_path / "export", store, is_partial=True)
+    assert manifest.is_partial
+    assert manifest.topics[topic].partitions[number].begin == ends[number] // 2
+
+    async def held() -> list[Record]:
+        async with open_export(tmp_path / "export") as (exported, _):
+            return await records_of(exported, topic)
+
+    assert asyncio.run(held()) == asyncio.run(records_of(log, topic))
