@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import write_whole
 from rollstream.harness.config import file as config_file
+from rollstream.harness.config.dataset import ID_KEY, MAX_INPUT_BYTES
 from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import artifact_uri
 from rollstream.harness.config.resolve import block_of
 from rollstream.harness.config.yaml import apply_overrides, read_yaml
 from rollstream.harness.recorded.lines import KEYS, BadLine, Ingested, read_lines
-from rollstream.harness.recorded.tasks import all_stored, inputs_of
+from rollstream.harness.recorded.tasks import MAX_INLINE_BYTES, inputs_of, stored
 from rollstream.harness.runs.run_context import broker_of_run
 from rollstream.harness.services.workspace import Workspace
 from rollstream.producers.traces.spans import Selection
@@ -25,6 +27,9 @@ from rollstream.schemas.kafka import KafkaSettings
 
 FOLDER = "ingested"
 """Folder of the workspace for datasets of recorded rollouts, by the content of their files."""
+
+ROW_BYTES = 8 * 1024
+"""Room in a row beside an example's own inputs and its rollouts."""
 
 Overrides = tuple[tuple[str, str], ...]
 
@@ -58,7 +63,8 @@ def prepare(file: Path, config: Path, workspace: Path, overrides: Overrides, *, 
         raise ConfigError(f"{file} contains no usable rollout{first_bad}")
     layout = Workspace(workspace)
     layout.create()
-    dataset = _write_dataset(file, ingested.groups, artifact_uri(settings, layout.folder), layout.folder)
+    uri = artifact_uri(settings, layout.folder)
+    dataset, id_key = _write_dataset(file, ingested.groups, uri, layout.folder)
     num_tasks = min(settings.adapter.tasks_per_epoch, len(ingested.groups))
     more = [
         (f"trajectory_builders.{builder}.num_generations", str(ingested.largest)),
@@ -66,7 +72,7 @@ def prepare(file: Path, config: Path, workspace: Path, overrides: Overrides, *, 
     ]
     if settings.adapter.algorithm.is_imitation and "min_generations" not in settings.builder.model_fields_set:
         more.append((f"trajectory_builders.{builder}.min_generations", "1"))
-    return PreparedIngest(ingested, dataset, (*overrides, *more))
+    return PreparedIngest(ingested, dataset, (*overrides, *id_key, *more))
 
 
 def _without_dataset(written: dict[str, Any]) -> Overrides:
@@ -96,7 +102,6 @@ def dead_letter_lines(bad: Sequence[BadLine], file: Path, config: Path, workspac
 async def _send_dead_letter(
     bad: Sequence[BadLine], file: Path, kafka: KafkaSettings, uri: str, num_partitions: int | None
 ) -> None:
-    from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.eventlog.kafka.log import KafkaLog
 
     async with KafkaLog(kafka, client_id="rollstream-ingest") as log:
@@ -139,13 +144,28 @@ def _builder_of(written: dict[str, Any], config: Path) -> str:
     return name
 
 
-def _write_dataset(file: Path, groups: Sequence[RecordedGroup], uri: str, workspace: Path) -> Path:
-    """Write the examples, with rollouts in their inputs, as JSON lines; the file name depends only on the content."""
-    from rollstream.eventlog.artifacts import ArtifactStore
+def _write_dataset(file: Path, groups: Sequence[RecordedGroup], uri: str, workspace: Path) -> tuple[Path, Overrides]:
+    """Write the examples, with rollouts in their inputs, as JSON lines; the file name depends only on the content.
 
-    small = asyncio.run(all_stored(groups, ArtifactStore(uri)))
-    rows = [{"id": group.example_id, **inputs_of(group)} for group in small]
+    Returns also the override that names the key of the examples' ids, if an input has the default one's name.
+    """
+    small = asyncio.run(_all_fitting(groups, ArtifactStore(uri)))
+    names = {name for group in small for name in group.inputs}
+    id_key = ID_KEY
+    while id_key in names:
+        id_key = f"_{id_key}"
+    rows = [{id_key: group.example_id, **inputs_of(group)} for group in small]
     data = b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
     path = workspace / FOLDER / f"{file.stem}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
     write_whole(path, data, is_private=False)
-    return path
+    section = orjson.dumps({"file_path": str(path), "id_key": id_key}).decode()
+    return path, () if id_key == ID_KEY else (("eval.general.dataset", section),)
+
+
+async def _all_fitting(groups: Sequence[RecordedGroup], artifacts: ArtifactStore) -> list[RecordedGroup]:
+    """The groups as they fit into rows: where an example's own inputs are large, its rollouts are stored apart."""
+    fitting: list[RecordedGroup] = []
+    for group in groups:
+        room = MAX_INPUT_BYTES - len(orjson.dumps(group.inputs)) - ROW_BYTES
+        fitting.append(await stored(group, artifacts, max_bytes=min(MAX_INLINE_BYTES, room)))
+    return fitting

@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import JsonValue, ValidationError
 
+from rollstream.harness.config.dataset import MAX_INPUT_BYTES
 from rollstream.harness.recorded.atif_documents import is_document, rollout_line
 from rollstream.producers.traces.spans import Selection, recorded_steps, scores
 from rollstream.schemas.errors import DecodeError, describe, first_invalid
 from rollstream.schemas.events.intermediate_steps import IntermediateStep, IntermediateStepType
-from rollstream.schemas.events.recorded import RecordedGroup, RecordedReward, RecordedRollout, RecordedStep
+from rollstream.schemas.events.recorded import INPUT, RecordedGroup, RecordedReward, RecordedRollout, RecordedStep
 
 STEP_KEYS = {"parent_id", "function_ancestry", "payload"}
 ROLLOUT_KEYS = {
@@ -39,6 +40,8 @@ ROLLOUT_KEYS = {
 }
 FEW_NESTED = 200
 """A line with fewer arrays and objects cannot be nested too deeply."""
+MAX_OWN_BYTES = MAX_INPUT_BYTES - 16 * 1024
+"""Maximum size of an example's own inputs as JSON, which leaves room for references to its rollouts."""
 LEVELS_AROUND = 16
 """Levels that a record has around the values of a line, at most."""
 KEYS = ("workflow_run_id", "conversation_id")
@@ -119,7 +122,7 @@ def read_lines(
         example_id = gathered.example_id or _example_of(gathered) or name
         members.setdefault(example_id, []).append(_rollout(name, gathered, selection))
         own = inputs.setdefault(example_id, dict(reader.inputs.get(example_id, {})))
-        inputs[example_id] = {**own, **(gathered.inputs or _question_of(gathered)), **own}
+        inputs[example_id] = {**own, **(gathered.inputs or _question_of(gathered.steps)), **own}
     groups = tuple(RecordedGroup.of(name, rollouts, inputs[name]) for name, rollouts in members.items())
     steps = [step for rollouts in members.values() for rollout in rollouts for step in rollout.steps]
     num_steps = sum(len(gathered.steps) for gathered in reader.rollouts.values())
@@ -160,6 +163,7 @@ class _Reader:
     def _take(self, found: dict[str, Any]) -> None:
         if STEP_KEYS & found.keys():
             step = IntermediateStep.model_validate(found)
+            _check_inputs(_question_of([step]))
             self._gathered(self._owner(step)).steps.append(step)
         elif is_document(found):
             self._take_rollout(self._further(rollout_line(found)))
@@ -227,9 +231,11 @@ class _Reader:
         _check_same("input ", inputs, before.inputs, where)
         _check_same("", example, example_before, where)
         example_id = example.get("example_id", before.example_id)
+        own = before.inputs | inputs
+        of_example = self.inputs.get(example_id, {}) if example_id is not None else {}
+        _check_same("input ", own, of_example, f"on an earlier line of example {example_id}")
+        _check_inputs(of_example | (own or _question_of(steps)))
         if example_id is not None:
-            of_example, own = self.inputs.get(example_id, {}), before.inputs | inputs
-            _check_same("input ", own, of_example, f"on an earlier line of example {example_id}")
             self.inputs[example_id] = of_example | own
         gathered = self._gathered(name)
         gathered.steps += steps
@@ -310,9 +316,20 @@ def _inputs(found: dict[str, Any]) -> dict[str, JsonValue]:
     return {**inputs, **{key: found[key] for key in ("question", "answer") if key in found}}
 
 
-def _question_of(gathered: _Gathered) -> dict[str, JsonValue]:
+def _check_inputs(inputs: Mapping[str, JsonValue]) -> None:
+    """Raises _Unusable for inputs that no task can hold beside the rollouts."""
+    if INPUT in inputs:
+        raise _Unusable(f"an input is named {INPUT!r}, the key of the recorded rollouts; rename it")
+    if inputs and (size := len(orjson.dumps(inputs))) > MAX_OWN_BYTES:
+        raise _Unusable(
+            f"the example has {size} bytes of inputs, more than {MAX_OWN_BYTES}; move large values into a file and "
+            "refer to it"
+        )
+
+
+def _question_of(steps: Iterable[IntermediateStep]) -> dict[str, JsonValue]:
     """The input of the steps' workflow."""
-    for step in gathered.steps:
+    for step in steps:
         payload = step.payload
         if (
             payload.event_type == IntermediateStepType.WORKFLOW_START
@@ -325,7 +342,7 @@ def _question_of(gathered: _Gathered) -> dict[str, JsonValue]:
 
 def _example_of(gathered: _Gathered) -> str | None:
     """The id of an example without one, derived from its inputs."""
-    inputs = gathered.inputs or _question_of(gathered)
+    inputs = gathered.inputs or _question_of(gathered.steps)
     if not inputs:
         return None
     return "x-" + hashlib.sha256(orjson.dumps(inputs, option=orjson.OPT_SORT_KEYS)).hexdigest()[:12]

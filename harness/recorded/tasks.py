@@ -20,13 +20,13 @@ MAX_INLINE_BYTES = 256 * 1024
 """Maximum size of a group's rollouts as JSON in a task; larger ones are in the artifact store, one file each."""
 
 
-async def stored(group: RecordedGroup, artifacts: ArtifactStore) -> RecordedGroup:
-    """The group as it fits into a task: its rollouts by reference if together they are large.
+async def stored(group: RecordedGroup, artifacts: ArtifactStore, *, max_bytes: int = MAX_INLINE_BYTES) -> RecordedGroup:
+    """The group as it fits into a task: its rollouts by reference if together they are larger than `max_bytes`.
 
     Waits for room on a full disk. Raises StoreUnavailableError once patience with the store has ended.
     """
     texts = [member.rollout.model_dump_json().encode() if member.rollout else b"" for member in group.members]
-    if sum(map(len, texts)) <= MAX_INLINE_BYTES:
+    if sum(map(len, texts)) <= max_bytes:
         return group
     doing = f"store the recorded rollouts of {group.example_id}"
     members = [
