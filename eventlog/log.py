@@ -6,7 +6,7 @@ their short names (keys of `rollstream.schemas.topics.TOPICS`).
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, Self
@@ -342,6 +342,15 @@ def check_kept(where: TopicPartition, offset: int, begin: int, end: int) -> None
     """Raises TruncatedError if `offset` is outside the retained range `begin` to `end` - 1 of a partition."""
     if not begin <= offset <= end:
         raise truncated(where, offset, begin, end)
+
+
+def check_exists(where: TopicPartition, partitions: Collection[int]) -> None:
+    """Raises TopicError if a partition is not among those of its topic."""
+    if where.partition not in partitions:
+        raise TopicError(
+            f"partition {where.topic}/{where.partition} does not exist: topic {where.topic} has {len(partitions)} "
+            "partitions; the record that names it was changed, or the topic was deleted and created again"
+        )
 
 
 def truncated(where: TopicPartition, offset: int, begin: int, end: int) -> TruncatedError:

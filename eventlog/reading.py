@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from rollstream.eventlog.codec import decode, kind_of
-from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition, truncated
+from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition, check_exists, truncated
 from rollstream.schemas.errors import ConfigError, DecodeError
 
 POLL_S = 1.0
@@ -49,18 +49,14 @@ async def read_to_end(
     """Records of a topic from `starts` up to `ends` by partition (default: all current ones), in order by partition.
 
     Raises TruncatedError, naming the range, if a start is no longer retained or the partition ends before `ends`,
-    LogError if the log is unreachable.
+    TopicError for a partition that does not exist, LogError if the log is unreachable.
     """
     begins, present = await log.begin_offsets(topic), await log.end_offsets(topic)
     ends = ends or present
     starts = starts or {partition: begins[partition] for partition in ends}
     where = {TopicPartition(topic, n): at for n, at in starts.items() if at < ends[n]}
     for partition, at in where.items():
-        if at < begins[partition.partition]:
-            raise truncated(partition, at, begins[partition.partition], present[partition.partition])
-        if ends[partition.partition] > present[partition.partition]:
-            number = partition.partition
-            raise truncated(partition, ends[number], begins[number], present[number])
+        _check_range(partition, at, ends[partition.partition], begins, present)
     if not where:
         return
     reader = await log.reader(where)
@@ -78,6 +74,17 @@ async def read_to_end(
                     yield record
     finally:
         await reader.close()
+
+
+def _check_range(
+    where: TopicPartition, start: int, end: int, begins: Mapping[int, int], present: Mapping[int, int]
+) -> None:
+    check_exists(where, present)
+    number = where.partition
+    if start < begins[number]:
+        raise truncated(where, start, begins[number], present[number])
+    if end > present[number]:
+        raise truncated(where, end, begins[number], present[number])
 
 
 async def read_events(

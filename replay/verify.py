@@ -223,15 +223,17 @@ async def compare_trajectories(
         _want(wanted, event.event_id, event.locators, ((m.trajectory_id, m.digest) for m in event.members))
     starts: dict[int, int] = {}
     ends: dict[int, int] = {}
+    present = await log.end_offsets("trajectories")
     for partition, offset in wanted:
+        if partition not in present:
+            continue
         starts[partition] = min(starts.get(partition, offset), offset)
         ends[partition] = max(ends.get(partition, 0), offset + 1)
-    if not wanted:
-        return
-    async for record in read_to_end(log, "trajectories", starts, ends):
-        named = wanted.pop((record.partition, record.offset), None)
-        if named is not None:
-            _compare_record(record, named, report)
+    if starts:
+        async for record in read_to_end(log, "trajectories", starts, ends):
+            named = wanted.pop((record.partition, record.offset), None)
+            if named is not None:
+                _compare_record(record, named, report)
     for (partition, offset), named in wanted.items():
         where = Position("trajectories", partition, offset)
         report.differ("trajectories", f"{named[0][1]} at {format_position(where)}", named[0][2], MISSING)

@@ -22,7 +22,7 @@ from pathlib import Path
 from rollstream.eventlog import dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import beside
-from rollstream.eventlog.log import EventLog, Record, TopicPartition, check_kept
+from rollstream.eventlog.log import EventLog, Record, TopicPartition, check_exists, check_kept
 from rollstream.eventlog.reading import unknown_run
 from rollstream.replay.archive.manifest import ArtifactFile, Covered, ExportManifest, TopicFile, write_manifest
 from rollstream.replay.archive.needs import ArtifactNeeds, Need
@@ -168,13 +168,14 @@ class _Export:
             self._ranges["steps"][number] = Covered(begin=begin, end=max(begin, min(last + 1, covered.end)))
 
     def _check_kept(self) -> None:
-        """Raises TruncatedError if a record that groups or manifests name is missing."""
+        """Raises TruncatedError if a record that groups or manifests name is missing, TopicError for a partition."""
         needs = self._needs
         for topic, first_offsets, last_offsets in (
             ("steps", needs.first_steps, needs.last_steps),
             ("trajectories", needs.first_trajectory, needs.last_trajectory),
         ):
             for number, first in first_offsets.items():
+                check_exists(TopicPartition(topic, number), self._ranges[topic])
                 kept = self._ranges[topic][number]
                 for offset in (first, last_offsets[number] + 1):
                     check_kept(TopicPartition(topic, number), offset, kept.begin, kept.end)

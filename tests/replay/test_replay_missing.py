@@ -11,11 +11,12 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.harness.services.workspace import Workspace
 from rollstream.learner.retrain import Retraining
+from rollstream.replay.archive.export import export_run
 from rollstream.replay.completeness import MAX_MISSING
 from rollstream.replay.source import read_run
 from rollstream.replay.training import recorded_jobs
 from rollstream.schemas import ids
-from rollstream.schemas.errors import DecodeError, TruncatedError
+from rollstream.schemas.errors import DecodeError, TopicError, TruncatedError
 from rollstream.schemas.events import JobCancelled, LearnerClaimed, WeightsCollected, WeightsLoaded, WeightsPublished
 from rollstream.schemas.permissions import Permissions
 from tests.rigs.runs import replay_rig
@@ -178,6 +179,29 @@ def swap_members(run, nth=0):
     event = orjson.loads(records[index].value)
     for name in ("members", "locators"):
         event[name][0], event[name][1] = event[name][1], event[name][0]
+    records[index] = replace(records[index], value=orjson.dumps(event))
+
+
+@pytest.mark.parametrize("kind", ["group_closed", "batch_planned"])
+def test_a_locator_in_a_partition_that_does_not_exist_is_a_missing_trajectory(run, tmp_path, kind):
+    change_first(run, kind, lambda event: event["locators"][0].update(partition=7))
+    found = [str(one) for one in verified(run).differences]
+    assert any("at trajectories/7@" in one and one.endswith("replayed nothing") for one in found), found
+    if kind == "group_closed":
+        with pytest.raises(TopicError, match=r"partition trajectories/7 does not exist: topic trajectories has 2"):
+            asyncio.run(export_run(run.log, "replayed", tmp_path / "export", artifacts=run.artifacts))
+
+
+def test_steps_in_a_partition_that_does_not_exist_are_an_error_that_names_it(run):
+    change_first(run, "group_closed", lambda event: event["steps_at"].update(partition=7))
+    with pytest.raises(TopicError, match=r"partition steps/7 does not exist"):
+        verified(run)
+
+
+def change_first(run, kind, change):
+    records, index = run.find("groups" if kind == "group_closed" else "batches", kind)
+    event = orjson.loads(records[index].value)
+    change(event)
     records[index] = replace(records[index], value=orjson.dumps(event))
 
 
