@@ -9,14 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import orjson
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from rollstream.eventlog import codec
 from rollstream.harness.recorded.pairs import CandidatePair, ScoredCandidate
 from rollstream.producers.rollout.recorded_call import NO_LOGPROBS
 from rollstream.producers.traces.framework_logprobs import Logprobs, read_logprobs
-from rollstream.producers.traces.spans import SCORE
+from rollstream.producers.traces.spans import SCORE, json_value
+from rollstream.schemas.errors import describe, first_invalid
 from rollstream.schemas.events.recorded import (
     RecordedChat,
     RecordedReward,
@@ -59,10 +59,21 @@ def rollout_of(
     An assistant message with exact ids (`read_logprobs`) keeps them unless its text was changed since; any other is
     text to re-tokenize or reject. One with neither ids nor log-probabilities is not trained on, as in NAT, unless
     `demands_logprobs` is off (for SFT and DPO). A trajectory without an assistant message, with a preference pair, with
-    a reward that is not a finite number, or without one shaped reward a message becomes a rollout with an `error`.
+    a reward that is not a finite number, without one shaped reward a message, or with a value that cannot be recorded
+    becomes a rollout with an `error`.
     """
+    source_id = json_value(_source_id(trajectory))
+    try:
+        return _rollout(trajectory, source_id, demands_logprobs=demands_logprobs, agent=agent, weights=weights or {})
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = first_invalid(error) if isinstance(error, ValidationError) else describe(error)
+        return RecordedRollout(source_id=source_id, error=json_value(f"cannot be recorded: {reason}"))
+
+
+def _rollout(
+    trajectory: Trajectory, source_id: str, *, demands_logprobs: bool, agent: str, weights: Mapping[str, float]
+) -> RecordedRollout:
     items = trajectory.episode
-    source_id = _source_id(trajectory)
     if any(isinstance(item, DPOItem) for item in items):
         return RecordedRollout(source_id=source_id, error="is a preference pair: see rollouts_of_pair")
     if not math.isfinite(trajectory.reward):
@@ -80,7 +91,7 @@ def rollout_of(
         error = f"its shaped_rewards are {values}; expected finite numbers"
         return RecordedRollout(source_id=source_id, error=error)
     shaped = [RecordedReward(value=value, name=STEP_REWARD, step=step) for step, value in enumerate(values)]
-    rewards = (*_final(trajectory, shaped, weights or {}), *shaped)
+    rewards = (*_final(trajectory, shaped, weights), *shaped)
     own = rewards if not agent else [reward.model_copy(update={"agent": agent}) for reward in rewards]
     return RecordedRollout(source_id=source_id, steps=tuple(steps), rewards=tuple(own))
 
@@ -144,8 +155,8 @@ def _step(
     tokens = found.tokens()
     is_known = found.values is not None or tokens is not None
     return RecordedStep(
-        name=_text(_of(item.metadata, "model_name")),
-        data={"input": list(messages), "output": item.content},
+        name=json_value(_text(_of(item.metadata, "model_name"))),
+        data={"input": list(messages), "output": answer["content"]},
         tokens=tokens,
         chat=RecordedChat(messages=messages, answer=answer, logprobs=found.values),
         untrained=None if is_known or not demands_logprobs else NO_LOGPROBS,
@@ -166,9 +177,9 @@ def _is_changed(item: EpisodeItem) -> bool:
 def _pair_member(
     messages: tuple[dict[str, JsonValue], ...], response: str, score: float, tokens: RecordedTokens | None
 ) -> RecordedRollout:
-    answer: dict[str, JsonValue] = {"role": "assistant", "content": response}
+    answer: dict[str, JsonValue] = {"role": "assistant", "content": json_value(response)}
     step = RecordedStep(
-        data={"input": list(messages), "output": response},
+        data={"input": list(messages), "output": answer["content"]},
         tokens=tokens,
         chat=RecordedChat(messages=messages, answer=answer),
     )
@@ -178,17 +189,17 @@ def _pair_member(
 
 def _messages(item: DPOItem) -> tuple[dict[str, JsonValue], ...]:
     if isinstance(item.prompt, str):
-        return ({"role": "user", "content": item.prompt},)
-    return tuple({"role": message.role, "content": message.content} for message in item.prompt)
+        return ({"role": "user", "content": json_value(item.prompt)},)
+    return tuple(json_value({"role": message.role, "content": message.content}) for message in item.prompt)
 
 
 def _message(item: EpisodeItem) -> dict[str, JsonValue]:
     role = _CHAT_ROLES.get(item.role, item.role.value)
-    message: dict[str, JsonValue] = {"role": role, "content": item.content}
+    message: dict[str, JsonValue] = {"role": role, "content": json_value(item.content)}
     for key in ("tool_calls", "tool_call_id", "name"):
         value = _of(item.metadata, key)
         if value is not None:
-            message[key] = orjson.loads(orjson.dumps(value, default=str))
+            message[key] = json_value(value)
     return message
 
 
@@ -273,7 +284,7 @@ def tokens_of(trajectory: Trajectory, item: DPOItem, side: str) -> RecordedToken
     """Exact tokens of the `chosen` or `rejected` answer, if they are referred to and its content is unchanged."""
     reference: Mapping[str, Any] = ((trajectory.metadata or {}).get(REFERENCES) or {}).get(side) or {}
     response = item.chosen_response if side == CHOSEN else item.rejected_response
-    if reference.get("content_sha256") != _content_sha256(item, response):
+    if not reference or reference.get("content_sha256") != _content_sha256(item, response):
         return None
     return read_logprobs(reference.get("tokens")).tokens()
 

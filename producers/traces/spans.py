@@ -229,9 +229,9 @@ def _chat(
         return None
     tools = (start.metadata or {}).get("tools_schema") if start is not None else None
     return RecordedChat(
-        messages=tuple(_plain(message) for message in messages),
-        answer=_plain(answer),
-        tools=tuple(_plain(tools)) if isinstance(tools, list) else (),
+        messages=tuple(json_value(message) for message in messages),
+        answer=json_value(answer),
+        tools=tuple(json_value(tools)) if isinstance(tools, list) else (),
         logprobs=logprobs,
     )
 
@@ -268,7 +268,7 @@ def _data(
             key: value for key, value in _not_empty(end.data.model_dump() if end.data else {}).items() if key != "input"
         }
     data = without_logprobs(data) if has_tokens else data
-    return _plain(data) or None
+    return json_value(data) or None
 
 
 def _metadata(start: IntermediateStepPayload | None, end: IntermediateStepPayload) -> dict[str, JsonValue] | None:
@@ -284,7 +284,7 @@ def _metadata(start: IntermediateStepPayload | None, end: IntermediateStepPayloa
             for key, value in own.items()
             if value not in field_values and value not in [[v] for v in field_values]
         }
-    return _plain(found) or None
+    return json_value(found) or None
 
 
 def _not_empty(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,10 +293,10 @@ def _not_empty(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _key(messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> bytes:
     compared = {"messages": [[m.get("role"), m.get("content")] for m in messages], "answer": answer.get("content")}
-    return orjson.dumps(_plain(compared), option=orjson.OPT_SORT_KEYS)
+    return orjson.dumps(json_value(compared), option=orjson.OPT_SORT_KEYS)
 
 
-def _plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A JSON value as the log will hold it; what JSON cannot say is text."""
     try:
         return orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS))

@@ -11,7 +11,7 @@ from rollstream.harness.recorded.from_trajectories import rollout_of, rollouts_o
 from rollstream.producers.traces.framework_logprobs import read_logprobs
 from rollstream.schemas import tokens
 from rollstream.schemas.events import StepRecorded
-from rollstream.schemas.events.recorded import RecordedChat, RecordedStep
+from rollstream.schemas.events.recorded import RecordedChat, RecordedRollout, RecordedStep
 from rollstream.schemas.events.rollouts import Completion, TokenSequence
 from rollstream.schemas.finetuning import DPOItem, EpisodeItem, OpenAIMessage, Trajectory
 from rollstream.schemas.settings import OTHERS
@@ -222,3 +222,44 @@ def test_recorded_rewards_keep_their_names_and_the_total_is_the_trajectorys(reco
     assert sum(weights.get(one.name, weights[OTHERS]) * one.value for one in rewards) == reward
     another = given.model_copy(update={"metadata": {"rewards": recorded}})
     assert rollout_of(another).rewards[0].name == "reward", "another builder's metadata are its own"
+
+
+HALF = "\ud800"
+"""Half of a surrogate pair, which no JSON text can hold."""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "recorded"),
+    [
+        ({"tool_calls": [{"id": 2**70}]}, [{"id": str(2**70)}]),
+        ({"tool_calls": [{1: 2}]}, [{"1": 2}]),
+        ({"tool_calls": [{"id": HALF}]}, [{"id": "?"}]),
+    ],
+    ids=["long integer", "key", "surrogate"],
+)
+def test_values_that_json_lacks_are_recorded_as_text(metadata, recorded):
+    rollout = rollout_of(trajectory(item("user", HALF), item("assistant", f"a{HALF}", [-0.5], **metadata), id=HALF))
+    assert rollout.error is None
+    [step] = rollout.steps
+    assert chat_of(step).answer == {"role": "assistant", "content": "a?", "tool_calls": recorded}
+    assert RecordedRollout.model_validate_json(rollout.model_dump_json()) == rollout
+    [(pair, _)] = rollouts_of_items(trajectory(DPOItem(prompt=HALF, chosen_response=f"a{HALF}", rejected_response="b")))
+    assert RecordedRollout.model_validate_json(pair.model_dump_json()) == pair
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rewards": {"a": float("inf")}},
+        {"rewards": {"a": "1"}},
+        {"rewards": {"a": 1e308, "b": 1e308}, "reward": -1e308},
+        {"reward": 1.7e308, "shaped": [-1.7e308]},
+    ],
+    ids=["infinite", "text", "sum", "rest"],
+)
+def test_rewards_that_cannot_be_recorded_fail_their_rollout_alone(given):
+    one = trajectory(item("user", "q"), item("assistant", "a", [-0.5]), id="x", trajectory_id="t", **given)
+    rollout = rollout_of(one, weights={"a": 2.0})
+    assert rollout.source_id == "x"
+    assert (rollout.error or "").startswith("cannot be recorded: ")
+    assert not rollout.steps
