@@ -277,7 +277,7 @@ def end_with_parent() -> None:
 
 def _fold_alone(source: Source, part: Range) -> Folded:
     async def run() -> Folded:
-        async with source.open() as (log, _):
+        async with source.open(is_checked=True) as (log, _):
             return await fold(log, part)
 
     return asyncio.run(run())

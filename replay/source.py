@@ -30,12 +30,15 @@ class Source:
     export: Path | None = None
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[tuple[EventLog, ArtifactStore | None]]:
-        """The log, to be read only, and the artifacts that an export holds. Raises LogError."""
+    async def open(self, *, is_checked: bool = False) -> AsyncIterator[tuple[EventLog, ArtifactStore | None]]:
+        """The log, to be read only, and the artifacts that an export holds. Raises LogError.
+
+        `is_checked`: the files of an export were compared with its manifest by the process that started this one.
+        """
         if self.export is not None:
             from rollstream.replay.archive.log import open_export
 
-            async with open_export(self.export) as found:
+            async with open_export(self.export, is_checked=is_checked) as found:
                 yield found
             return
         from rollstream.eventlog.kafka.log import KafkaLog

@@ -38,20 +38,21 @@ POLL_S = 0.02
 
 
 @asynccontextmanager
-async def open_export(folder: Path) -> AsyncIterator[tuple[EventLog, ArtifactStore]]:
-    """The log and the artifacts of an exported run, both to be read only.
+async def open_export(folder: Path, *, is_checked: bool = False) -> AsyncIterator[tuple[EventLog, ArtifactStore]]:
+    """The log and the artifacts of an exported run, both to be read only. `is_checked`: its files are not hashed again.
 
     Raises LogError naming the file if the folder is not an export or any file of it was changed.
     """
-    async with ExportLog(folder) as log:
+    async with ExportLog(folder, is_checked=is_checked) as log:
         yield log, ExportArtifacts(folder, log.manifest)
 
 
 class ExportLog(OpenedByBlock):
     """The reading part of `EventLog` over the folder of an export."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_checked: bool = False) -> None:
         self.folder = folder
+        self._is_checked = is_checked
         self._manifest: ExportManifest | None = None
         self._tables: dict[str, Table] = {}
         self._connection: duckdb.DuckDBPyConnection | None = None
@@ -64,7 +65,10 @@ class ExportLog(OpenedByBlock):
         return self._manifest
 
     async def start(self) -> None:
-        """Check every file and learn which offsets there are. Raises LogError naming the file that is wrong."""
+        """Check every file, unless that was done, and learn which offsets there are.
+
+        Raises LogError naming the file that is wrong.
+        """
         await asyncio.to_thread(self._open)
 
     async def close(self) -> None:
@@ -150,7 +154,8 @@ class ExportLog(OpenedByBlock):
 
     def _open(self) -> None:
         manifest = read_manifest(self.folder)
-        check_files(self.folder, manifest)
+        if not self._is_checked:
+            check_files(self.folder, manifest)
         self._connection = duckdb.connect(config={"threads": "1", "autoinstall_known_extensions": "false"})
         self._connection.execute("SET parquet_metadata_cache = true")
         self._tables = {

@@ -13,6 +13,7 @@ import pytest
 
 from rollstream.replay import assembly
 from rollstream.replay import verify as verification
+from rollstream.replay.archive import manifest
 from rollstream.replay.archive.log import open_export
 from rollstream.replay.report import Report
 from rollstream.replay.source import Source, read_run
@@ -47,6 +48,14 @@ def test_several_processes_report_the_same_as_one() -> None:
     alone, _ = verified(1)
     assert (several.counts, several.differences, several.verdict) == (alone.counts, [], "equal")
     assert sum("steps partition" in text for text in messages) == 2
+
+
+def test_a_worker_hashes_no_file_that_the_command_has_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Path] = []
+    monkeypatch.setattr(manifest, "hash_file", lambda path: hashed.append(path) or "")
+    part = assembly.Range(RUN, 0, 5037, 5042, frozenset())
+    assert assembly._fold_alone(Source(export=EXPORT), part).num_records == 5
+    assert hashed == []
 
 
 def test_a_failure_beside_the_processes_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
