@@ -3,11 +3,11 @@
 It is written in one canonical form that holds its own hash, so that a changed byte shows in it like in any other file.
 """
 
-from pathlib import Path
-from typing import Any, Literal
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rollstream.eventlog.codec import canonical_digest
 from rollstream.eventlog.files import sha256_of, write_whole
@@ -33,10 +33,21 @@ class Covered(_Value):
     end: int = Field(ge=0)
 
 
+def _below(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
+        raise ValueError("must be the relative path of a file below the folder")
+    return name
+
+
+FileBelow = Annotated[str, AfterValidator(_below)]
+"""Path of a file, relative to the export's folder and inside it."""
+
+
 class TopicFile(_Value):
     """The Parquet file of one topic."""
 
-    file: str
+    file: FileBelow
     sha256: str
     num_records: int = Field(ge=0)
     content_bytes: int = Field(ge=0)
@@ -51,7 +62,7 @@ class ArtifactFile(_Value):
     sha256: str
     size_bytes: int = Field(ge=0)
     what: str
-    file: str | None
+    file: FileBelow | None
     """Path below the folder; none if the artifact was gone already."""
     missing: str = added("")
     """Reason why there is no file, if the log has one: who collected the artifact, and when."""
@@ -116,10 +127,12 @@ def read_manifest(folder: Path) -> ExportManifest:
 
 
 def check_files(folder: Path, manifest: ExportManifest) -> None:
-    """Raises LogError that names the first file that is missing or changed."""
+    """Raises LogError that names the first file that is missing, changed or not a regular file."""
     wanted = [(topic.file, topic.sha256) for topic in manifest.topics.values()]
     wanted += [(artifact.file, artifact.sha256) for artifact in manifest.artifacts if artifact.file is not None]
     for name, sha256 in wanted:
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise LogError(f"{folder / name} is not a regular file: restore it from a copy, or export again")
         if hash_file(folder / name) != sha256:
             raise _changed(folder / name)
 

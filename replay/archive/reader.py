@@ -23,6 +23,16 @@ even for a few records.
 NEAR = 64
 """Maximum distance of records that are fetched by one query."""
 INDEX = f'SELECT "partition", "offset" FROM {PARQUET_FILE}'
+COLUMNS = f"DESCRIBE SELECT * FROM {PARQUET_FILE}"
+TYPES = {
+    **dict.fromkeys(("partition", "offset", "timestamp_ms"), "BIGINT"),
+    **dict.fromkeys(("key", "value"), "BLOB"),
+    "headers": 'STRUCT("name" VARCHAR, "value" BLOB)[]',
+}
+WRONG = (
+    f'SELECT 1 FROM {PARQUET_FILE} WHERE "partition" IS NULL OR "partition" NOT BETWEEN 0 AND $2 - 1 '
+    'OR "offset" IS NULL OR timestamp_ms IS NULL LIMIT 1'
+)
 READ = (
     f'SELECT "offset", "key", "value", timestamp_ms, headers FROM {PARQUET_FILE} '
     'WHERE "partition" = $2 AND "offset" BETWEEN $3 AND $4 ORDER BY "offset"'
@@ -37,6 +47,7 @@ class Table:
         self._topic = topic
         self._path = path
         self._cursor = cursor
+        self._check_columns()
         self._offsets = [array("q") for _ in file.partitions]
         found = self._execute(INDEX, [])
         while rows := found.fetchmany(10_000):
@@ -45,6 +56,16 @@ class Table:
         self._offsets = [array("q", sorted(offsets)) for offsets in self._offsets]
         mean_bytes = max(1, file.content_bytes // max(1, file.num_records))
         self._chunk = max(1, min(CHUNK_RECORDS, CHUNK_BYTES // mean_bytes))
+
+    def _check_columns(self) -> None:
+        """Raises LogError unless the file has the columns of an export, in partitions that the manifest names."""
+        columns = {name: kind for name, kind, *_ in self._execute(COLUMNS, []).fetchall()}
+        wrong = [name for name, kind in TYPES.items() if columns.get(name) != kind]
+        reason = f"column {wrong[0]} is not {TYPES[wrong[0]]}" if wrong else ""
+        if not wrong and self._execute(WRONG, [len(self.covered)]).fetchall():
+            reason = f"a record is in none of {len(self.covered)} partitions, or lacks its offset or time"
+        if reason:
+            raise self._not_of_export(reason)
 
     def check(self, partition: int) -> None:
         """Raises TopicError if there is no such partition."""
@@ -89,7 +110,13 @@ class Table:
 
     def _between(self, partition: int, first: int, last: int) -> list[Record]:
         rows = self._execute(READ, [partition, first, last]).fetchall()
-        return [_record(self._topic, partition, row) for row in rows]
+        try:
+            return [_record(self._topic, partition, row) for row in rows]
+        except TypeError as error:  # null in the place of a list or of a header
+            raise self._not_of_export("a record lacks its headers") from error
+
+    def _not_of_export(self, reason: str) -> LogError:
+        return LogError(f"file {self._path} is not of an export: {reason}; restore it from a copy, or export again")
 
     def _missing(self, partition: int, offset: int) -> TruncatedError:
         covered = self.covered[partition]
