@@ -196,10 +196,12 @@ class _Export:
             topic, number, offset = dead_letters.origin(letter.headers)
         except LogError:
             return False
-        if number not in self._ranges.get(topic, {}):
+        if number not in self._ranges.get(topic, {}) or topic == letter.topic:
+            return False  # of other programs, where dead letters are of dead letters
+        if not self._ranges[topic][number].begin <= offset < self._ranges[topic][number].end:
             return False
         if topic == "steps":
-            return self._ranges[topic][number].begin <= offset < self._ranges[topic][number].end
+            return True
         has_lost_key = any(name == dead_letters.WHOLE for name, _ in letter.headers)
         return has_lost_key and staging.holds(self._folder / f"{topic}.parquet", number, offset)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.dead_letters import PREFIX, WHOLE
 from rollstream.eventlog.log import Record, TopicPartition
 from rollstream.replay.archive.log import open_export
 from tests.metrics.test_export import export, log_of, records_of
@@ -29,3 +30,15 @@ def test_what_retention_left_of_a_run_is_exported_on_demand(
             return await records_of(exported, topic)
 
     assert asyncio.run(held()) == asyncio.run(records_of(log, topic))
+
+
+def test_dead_letters_of_other_programs_do_not_end_an_export(
+    tmp_path: Path, new_run: Any, store: ArtifactStore
+) -> None:
+    log = log_of(new_run("one"))
+    for topic, offset in (("rollstream.dlq.v1", 0), ("rollstream.groups.v1", 10**60)):
+        source = {"topic": topic, "partition": "0", "offset": str(offset)}
+        headers = [(PREFIX + name, value.encode()) for name, value in source.items()]
+        asyncio.run(log.send_raw("dlq", key=None, value=None, headers=(*headers, (WHOLE, b"{}"))))
+    manifest = export(log, "one", tmp_path / "export", store)
+    assert (manifest.topics["dlq"].num_records, manifest.num_left_out) == (0, 2)
