@@ -4,11 +4,11 @@ Order: 1. the ends of all topics are asked for, those that are written last firs
 causes exported too; 2. topics are copied in bounded memory; 3. artifacts are copied; 4. the manifest is written;
 5. the folder, written aside until now, gets its name.
 
-Of every topic the run's own records are kept, by key (`RUN` or `RUN/...`); dead letters also by their origin, and
-trajectories of other runs where the run's manifests name them, as those of a what-if do. Of each
-partition of `steps` every record of every run is kept, ticks too, from the run's first record to its last one or to the
-one that closed its last group, whichever is later: event time decides what a group closes with, and other runs'
-records move it too.
+Of every topic the run's own records are kept, by key (`RUN` or `RUN/...`; those without a key by their event); dead
+letters also by their origin, and trajectories of other runs where the run's manifests name them, as those of a what-if
+do. Of each partition of `steps` every record of every run is kept, ticks too, from the run's first record to its last
+one or to the one that closed its last group, whichever is later: event time decides what a group closes with, and other
+runs' records move it too.
 """
 
 import asyncio
@@ -21,9 +21,10 @@ from pathlib import Path
 
 from rollstream.eventlog import dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.codec import kind_of
 from rollstream.eventlog.files import beside
 from rollstream.eventlog.log import EventLog, Record, TopicPartition, check_exists, check_kept
-from rollstream.eventlog.reading import unknown_run
+from rollstream.eventlog.reading import decoded, unknown_run
 from rollstream.replay.archive.manifest import ArtifactFile, Covered, ExportManifest, TopicFile, write_manifest
 from rollstream.replay.archive.needs import ArtifactNeeds, Need
 from rollstream.replay.archive.staging import Staging
@@ -163,7 +164,7 @@ class _Export:
                 own = [record.offset for record in records if self._is_own(record)]
                 if own:
                     first, last = own[0] if first is None else min(first, own[0]), max(last, own[-1])
-                self._num_left_out += sum(1 for record in records if record.key) - len(own)
+                self._num_left_out += sum(1 for record in records if record.key and not self._is_own(record))
             begin = covered.end if first is None else max(first, covered.begin)
             self._ranges["steps"][number] = Covered(begin=begin, end=max(begin, min(last + 1, covered.end)))
 
@@ -181,7 +182,13 @@ class _Export:
                     check_kept(TopicPartition(topic, number), offset, kept.begin, kept.end)
 
     def _is_own(self, record: Record) -> bool:
-        return record.key is not None and ids.is_key_of_run(record.key, self._run_id)
+        """Whether a record is the run's by its key; one without a key, which readers accept, by its event."""
+        if record.key is not None:
+            return ids.is_key_of_run(record.key, self._run_id)
+        if record.topic == "dlq" or kind_of(record) == "tick":  # ticks never have a key
+            return False
+        received = decoded(record)
+        return received is not None and received.event.run_id == self._run_id
 
     def _is_chosen(self, record: Record, staging: Staging) -> bool:
         if record.topic == "steps" or self._is_own(record):

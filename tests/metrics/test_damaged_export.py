@@ -1,6 +1,7 @@
 """An export of a log that others have removed records from, or written records into."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,16 @@ def test_dead_letters_of_other_programs_do_not_end_an_export(
         asyncio.run(log.send_raw("dlq", key=None, value=None, headers=(*headers, (WHOLE, b"{}"))))
     manifest = export(log, "one", tmp_path / "export", store)
     assert (manifest.topics["dlq"].num_records, manifest.num_left_out) == (0, 2)
+
+
+def test_records_of_a_run_without_a_key_are_exported_and_those_of_others_are_not(
+    tmp_path: Path, new_run: Any, store: ArtifactStore
+) -> None:
+    log = log_of(new_run("one"), new_run("two"))
+    whole = export(log, "one", tmp_path / "before", store)
+    for kept in log._store._partitions.values():
+        kept.records = [replace(record, key=None) for record in kept.records]
+    manifest = export(log, "one", tmp_path / "export", store)
+    assert {topic: file.num_records for topic, file in manifest.topics.items()} == {
+        topic: file.num_records for topic, file in whole.topics.items()
+    }
