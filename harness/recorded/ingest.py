@@ -29,7 +29,7 @@ FOLDER = "ingested"
 """Folder of the workspace for datasets of recorded rollouts, by the content of their files."""
 
 ROW_BYTES = 8 * 1024
-"""Room in a row beside an example's own inputs and its rollouts."""
+"""Bytes of a row beside an example's own inputs and its rollouts."""
 
 Overrides = tuple[tuple[str, str], ...]
 
@@ -166,6 +166,6 @@ async def _all_fitting(groups: Sequence[RecordedGroup], artifacts: ArtifactStore
     """The groups as they fit into rows: where an example's own inputs are large, its rollouts are stored apart."""
     fitting: list[RecordedGroup] = []
     for group in groups:
-        room = MAX_INPUT_BYTES - len(orjson.dumps(group.inputs)) - ROW_BYTES
-        fitting.append(await stored(group, artifacts, max_bytes=min(MAX_INLINE_BYTES, room)))
+        left = MAX_INPUT_BYTES - len(orjson.dumps(group.inputs)) - ROW_BYTES
+        fitting.append(await stored(group, artifacts, max_bytes=min(MAX_INLINE_BYTES, left)))
     return fitting

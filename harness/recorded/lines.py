@@ -41,7 +41,7 @@ ROLLOUT_KEYS = {
 FEW_NESTED = 200
 """A line with fewer arrays and objects cannot be nested too deeply."""
 MAX_OWN_BYTES = MAX_INPUT_BYTES - 16 * 1024
-"""Maximum size of an example's own inputs as JSON, which leaves room for references to its rollouts."""
+"""Maximum size of an example's own inputs as JSON, which leaves space for references to its rollouts."""
 LEVELS_AROUND = 16
 """Levels that a record has around the values of a line, at most."""
 KEYS = ("workflow_run_id", "conversation_id")

@@ -15,7 +15,7 @@ from tests.metrics.test_export import export, log_of, records_of
 
 
 @pytest.mark.parametrize("topic", ["steps", "trajectories"])
-def test_what_retention_left_of_a_run_is_exported_on_demand(
+def test_a_run_is_exported_as_far_as_retention_left_it_on_demand(
     tmp_path: Path, new_run: Any, store: ArtifactStore, topic: str
 ) -> None:
     log = log_of(new_run("one"))
