@@ -32,6 +32,7 @@ _SECRET_NAME = re.compile(
     r"|npm|openai|personal|private|pypi|registry|sas|security|service|slack|telegram|vault|wandb|webhook)[._-]?token$",
     re.IGNORECASE,
 )
+_PROXY_NAME = re.compile(r"_proxy$", re.IGNORECASE)
 _FOLDER = "PWD"
 """Variable of shells for the current folder, whose name resembles that of a password."""
 _named: set[str] = set()
@@ -95,14 +96,30 @@ def conceal(message: str, value: JsonValue = None, env: Mapping[str, str] = os.e
     """`message` with the values of variables written as `${NAME}`: for logs, errors, events and dead letters.
 
     Concealed are the variables that `value` refers to, those of `conceal_variables`, and those whose name marks them as
-    secrets, whether a configuration names them or not: users' code reads them too.
+    secrets, whether a configuration names them or not: users' code reads them too. Of the variables of proxies, user
+    and password are.
     """
     asked = {(name, env.get(name, "")) for name in variables_in(value) | _secret_names(env)}
     asked |= {(name, os.environ.get(name, "")) for name in _named | _secret_names(os.environ)}
     found = [(secret, name) for name, text in asked for secret in _secrets_in(text)]
+    proxies = {item for one in (env, os.environ) for item in one.items() if _PROXY_NAME.search(item[0])}
+    found += [(secret, name) for name, text in proxies for secret in _secrets_of_user(user_info_of(text)[0])]
     for secret, name in sorted(found, key=lambda item: (-len(item[0]), item)):  # one may be a part of another
         message = message.replace(secret, f"${{{name}}}")
     return message
+
+
+def user_info_of(url: str) -> tuple[str, str]:
+    """User and password of a URL, empty if it has none, and the URL without them; also of one that is malformed."""
+    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
+    user_info, _, host = rest.rpartition("@")
+    return user_info, f"{scheme}{separator}{host}"
+
+
+def basic_credentials(user_info: str) -> str:
+    """A URL's user and password as they are sent in a header, after `Basic` (RFC 7617)."""
+    sent = user_info if ":" in user_info else f"{user_info}:"
+    return base64.b64encode(unquote(sent).encode()).decode()
 
 
 def one_line(error: object, max_chars: int | None = 300) -> str:
@@ -146,17 +163,19 @@ def _secrets_in(value: str) -> Iterator[str]:
     if "\n" in value:
         yield from (line for line in map(str.strip, value.splitlines()) if len(line) >= MIN_PATH_CHARS)
     if "://" in value:
-        _, _, rest = value.partition("://")
-        user_info, at, host = rest.rpartition("@")
+        user_info, without = user_info_of(value)
+        yield from _secrets_of_user(user_info)
+        _, _, host = without.partition("://")
         path = host.partition("/")[2]
-        users = [user_info, user_info.partition(":")[2], _basic(user_info)] if at else []
-        yield from (part for part in users if len(part) >= MIN_SECRET_CHARS)
         yield from (part for part in (path, *path.split("?")) if len(part) >= MIN_PATH_CHARS)
 
 
-def _basic(user_info: str) -> str:
-    """A URL's user and password as they are sent, in the header `Authorization: Basic`."""
-    return base64.b64encode(unquote(user_info).encode()).decode()
+def _secrets_of_user(user_info: str) -> Iterator[str]:
+    """Parts of a URL's user and password, as written and as sent."""
+    if user_info:
+        password = user_info.partition(":")[2]
+        parts = {user_info: None, password: None, unquote(password): None, basic_credentials(user_info): None}
+        yield from (part for part in parts if len(part) >= MIN_SECRET_CHARS)
 
 
 def _end(text: str) -> int:

@@ -17,7 +17,7 @@ import orjson
 
 from rollstream.schemas.errors import ModelError, PromptTooLongError
 from rollstream.schemas.services import LOOPBACK
-from rollstream.schemas.variables import one_line
+from rollstream.schemas.variables import basic_credentials, one_line, user_info_of
 
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
@@ -87,13 +87,21 @@ class Limit(NamedTuple):
     setting: str = "timeout_s"
 
 
+class Proxy(NamedTuple):
+    """A proxy: user and password are apart from its URL, because errors of connections show that."""
+
+    url: str
+    authorization: str = ""
+    """Value of the header `Proxy-Authorization`; empty: it is not sent."""
+
+
 class HttpServer:
     """A server and how it is asked."""
 
     def __init__(
-        self, url: str, *, timeout_s: float, key: str = "", key_variable: str | None = None, proxy: str | None = None
+        self, url: str, *, timeout_s: float, key: str = "", key_variable: str | None = None, proxy: Proxy | None = None
     ) -> None:
-        """`url`: without a slash at its end. `key`: of the variable, borne by every request. `proxy`: its URL."""
+        """`url`: without a slash at its end. `key`: of the variable, borne by every request."""
         self.url = url
         self.name = url
         """Name of the server in errors."""
@@ -103,7 +111,14 @@ class HttpServer:
         """Remedy where no try gets an answer."""
         self._key = key
         self._key_variable = key_variable
-        self._proxy = proxy
+        self._proxy = proxy.url if proxy else None
+        authorization = {"Proxy-Authorization": proxy.authorization} if proxy and proxy.authorization else {}
+        is_tunnelled = url.startswith("https:")  # then the proxy sees its own request alone
+        self._proxy_headers = authorization if is_tunnelled else {}
+        self._bears = {} if is_tunnelled else authorization
+        """Headers of every request."""
+        if key:
+            self._bears = {**self._bears, "Authorization": f"Bearer {key}"}
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -156,7 +171,6 @@ class HttpServer:
             # The callers bound the number of requests at a time.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector)
-        bears = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         declared = {} if body is None else {"Content-Type": "application/json"}
         limit = limit or self.limit
         try:
@@ -164,9 +178,10 @@ class HttpServer:
                 method,
                 f"{self.url}{path}",
                 data=None if body is None else _encoded(body),
-                headers={**declared, **bears, **(headers or {})},
+                headers={**declared, **self._bears, **(headers or {})},
                 allow_redirects=False,
                 proxy=self._proxy,
+                proxy_headers=self._proxy_headers,
                 timeout=aiohttp.ClientTimeout(total=limit.seconds),
             ) as response:
                 parts = bytearray()
@@ -244,7 +259,7 @@ def retry_after(headers: Mapping[str, str]) -> float:
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_S) if seconds == seconds else 0.0
 
 
-def proxy_of(url: str, env: Mapping[str, str]) -> str | None:
+def proxy_of(url: str, env: Mapping[str, str]) -> Proxy | None:
     """The proxy that the environment names for a URL; None for addresses of this machine."""
     parts = urlsplit(url)
     scheme, host = parts.scheme, parts.hostname or ""
@@ -252,7 +267,8 @@ def proxy_of(url: str, env: Mapping[str, str]) -> str | None:
     excepted = {"no": env.get("no_proxy") or env.get("NO_PROXY", "")}
     if not found or host in LOOPBACK or proxy_bypass_environment(parts.netloc, excepted):
         return None
-    return found if "://" in found else f"http://{found}"
+    user_info, proxy_url = user_info_of(found if "://" in found else f"http://{found}")
+    return Proxy(proxy_url, f"Basic {basic_credentials(user_info)}" if user_info else "")
 
 
 def shown(body: object) -> str:

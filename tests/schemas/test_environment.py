@@ -60,3 +60,12 @@ def test_a_secret_is_concealed_however_a_message_quotes_it() -> None:
 def test_a_secret_is_concealed_that_no_permission_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET", "s3cr3t-value")
     assert Permissions().conceal("KeyError: 's3cr3t-value'") == "KeyError: '${MY_SECRET}'"
+
+
+@pytest.mark.parametrize("name", ["https_proxy", "HTTP_PROXY", "all_proxy"])
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_user_and_password_of_a_proxy_are_concealed_and_its_host_is_not(name: str, scheme: str) -> None:
+    env = {name: f"{scheme}svc:Sesame%211@proxy:3128"}
+    text = conceal("http://svc:Sesame%211@proxy:3128 refused Sesame!1", None, env)
+    assert text == f"http://${{{name}}}@proxy:3128 refused ${{{name}}}"
+    assert conceal("http://proxy:3128", None, {name: "http://proxy:3128"}) == "http://proxy:3128"

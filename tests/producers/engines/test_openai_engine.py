@@ -1,9 +1,11 @@
 """The frozen engine against servers that are down, refuse, answer nonsense or ask for a pause: one clear error each."""
 
 import asyncio
+import base64
 import io
 import json
 import logging
+import traceback
 from contextlib import asynccontextmanager
 from itertools import cycle
 
@@ -261,7 +263,36 @@ def test_the_proxy_of_the_environment_is_used_but_for_this_machine_and_what_it_e
     ],
 )
 def test_a_proxy_is_found_as_other_programs_find_it(url, env, proxy):
-    assert http_json.proxy_of(url, env) == proxy
+    assert http_json.proxy_of(url, env) == (proxy and http_json.Proxy(proxy))
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("host", ["127.0.0.1:{port}", "127.0.0.1:1", "127.0.0.1:x1"], ids=["refusing", "down", "wrong"])
+def test_no_error_shows_the_password_of_a_proxy_and_the_proxy_gets_it(scheme, host):
+    asked = []
+
+    async def proxy(reader, writer):
+        asked.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(proxy, "127.0.0.1", 0)
+        address = host.format(port=server.sockets[0].getsockname()[1])
+        settings = OpenAISettings(base_url=f"{scheme}://llm.example/v1", model="m", retries=0)
+        engine = OpenAIEngine(settings, {f"{scheme}_proxy": f"http://svc:Sesame%201234@{address}"})
+        try:
+            await engine.generate(request())
+        finally:
+            await engine.close()
+            server.close()
+
+    with pytest.raises(ModelError) as raised:
+        asyncio.run(main())
+    assert "Sesame" not in "".join(traceback.format_exception(raised.value))
+    sent = base64.b64encode(b"svc:Sesame 1234").decode()
+    assert all(f"\r\nProxy-Authorization: Basic {sent}\r\n" in one for one in asked)
+    assert bool(asked) == ("port" in host)
 
 
 def test_too_long_a_prompt_has_its_own_error():
