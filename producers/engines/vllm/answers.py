@@ -1,12 +1,14 @@
 """A server's answer as a generation: the versions that sampled its tokens, and checks of its completeness."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, shown
-from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest
+from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest, keeps_ids
 from rollstream.producers.engines.vllm.asking import AnsweredTokens, TooFewToldError
+from rollstream.producers.engines.vllm.base_model import BaseModel
 from rollstream.producers.engines.vllm.version_files import Version
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events.rollouts import VersionSpan
@@ -74,8 +76,43 @@ def spans_of(
     return tuple(spans)
 
 
+async def parsed_answer(
+    http: HttpServer,
+    turn: asyncio.Lock,
+    read: Callable[[], Any],
+    tokens_of: Callable[[Mapping[str, Any], GenerationRequest, BaseModel], AnsweredTokens],
+    request: GenerationRequest,
+    base: BaseModel,
+) -> tuple[dict[str, Any], AnsweredTokens]:
+    """An answer's finish reason and versions, and its tokens.
+
+    With kept ids it is parsed in a thread: this can take seconds, and Kafka's heartbeats run in the event loop. `turn`:
+    held meanwhile, as the parsed form takes many times the memory. Raises TooFewToldError, ModelError.
+    """
+
+    def parse() -> tuple[dict[str, Any], AnsweredTokens]:
+        choice = read()
+        with reading(http, choice):
+            tokens = tokens_of(choice, request, base)
+            return {name: choice.get(name) for name in ("finish_reason", "weight_versions")}, tokens
+
+    if not keeps_ids(request.sampling):
+        return parse()
+    async with turn:
+        return await asyncio.to_thread(parse)
+
+
+def choice_of(http: HttpServer, body: bytes) -> Any:
+    """The only choice of an answer. Raises ModelError."""
+    found = http.parsed(body)
+    try:
+        return found["choices"][0]
+    except (LookupError, TypeError) as error:
+        raise http.error(f"gave an answer without choices: {shown(found)}; look into its log") from error
+
+
 @contextmanager
-def reading(http: HttpServer, choice: Any, *, remedy: str = "; look into its log") -> Iterator[None]:
+def reading(http: HttpServer, choice: Any) -> Iterator[None]:
     """Raises ModelError for an answer that lacks what the block reads from it. TooFewToldError stays what it is."""
     try:
         yield
@@ -83,7 +120,7 @@ def reading(http: HttpServer, choice: Any, *, remedy: str = "; look into its log
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise http.error(
-            f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}{remedy}"
+            f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}; look into its log"
         ) from error
 
 

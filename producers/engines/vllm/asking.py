@@ -85,6 +85,8 @@ def generated(choice: Mapping[str, Any], request: GenerationRequest, base: BaseM
 
 def completed(choice: Mapping[str, Any], request: GenerationRequest, base: BaseModel) -> AnsweredTokens:
     """Parse an answer of `/v1/completions`; raises the same errors as `generated`."""
+    if "token_ids" not in choice:
+        raise ValueError("use a vLLM that knows return_token_ids")
     found = choice["logprobs"]
     logprobs = tuple(map(float, found["token_logprobs"]))
     kept = kept_ids(request, base, lambda: top_by_name(found.get("top_logprobs") or ()))

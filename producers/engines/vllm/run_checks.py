@@ -24,7 +24,7 @@ def check(settings: VllmSettings, config: RunConfig) -> None:
     if sampling.record_kept_ids and sampling.top_p < 1 and not sampling.top_k:
         raise ConfigError(
             f"{location}.sampling: with top_p, vLLM reports kept ids only among the top_k likeliest tokens; set "
-            "top_k, such as 1024, or record_kept_ids: false"
+            "top_k, such as 50, or record_kept_ids: false"
         )
     adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
     models = {name: one.adapter.model for name, one in config.trained().items()}

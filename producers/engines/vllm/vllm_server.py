@@ -9,7 +9,15 @@ from typing import Any, Literal
 
 from rollstream.eventlog.http.http_json import HttpServer, Limit, TryAgainError, shown
 from rollstream.producers.engines.base import Generation, GenerationRequest
-from rollstream.producers.engines.vllm.answers import LostVersionError, NamedVersions, generation_of, reading, spans_of
+from rollstream.producers.engines.vllm.answers import (
+    LostVersionError,
+    NamedVersions,
+    choice_of,
+    generation_of,
+    parsed_answer,
+    reading,
+    spans_of,
+)
 from rollstream.producers.engines.vllm.asking import (
     TooFewToldError,
     asked,
@@ -82,6 +90,7 @@ class Server:
         self._changed = asyncio.Event()
         """Set when an adapter was unloaded, the state changed, or other versions are wanted."""
         self._lock = asyncio.Lock()
+        self._parsing = asyncio.Lock()
         self._num_changing = 0
         """Number of tasks that hold the lock or wait for it."""
 
@@ -304,9 +313,9 @@ class Server:
         body = {"model": version.model, "token_ids": list(request.prompt_ids), "sampling_params": sampling}
         streamed = StreamedAnswer(self.http, given) if given is not None and self._probed.streams else None
         max_bytes = max_bytes_of(request, sampling["logprobs"])
-        choice = await self._choice(GENERATE, body, request, version, max_bytes, streamed)
+        read = await self._choice(GENERATE, body, request, version, max_bytes, streamed)
+        choice, tokens = await parsed_answer(self.http, self._parsing, read, generated, request, version.base)
         with reading(self.http, choice):
-            tokens = generated(choice, request, version.base)
             spans = spans_of(self.http, request, version, self._named, len(tokens.ids), choice.get("weight_versions"))
         return generation_of(self.http, tokens, spans, choice)
 
@@ -319,9 +328,8 @@ class Server:
         }
         max_bytes = max_bytes_of(request, sampling["logprobs"])
         async with self._unchanged(version) as sampled_by:
-            choice = await self._choice("/v1/completions", body, request, version, max_bytes)
-        with reading(self.http, choice, remedy="; use a vLLM that knows return_token_ids"):
-            tokens = completed(choice, request, version.base)
+            read = await self._choice("/v1/completions", body, request, version, max_bytes)
+        choice, tokens = await parsed_answer(self.http, self._parsing, read, completed, request, version.base)
         spans = spans_of(self.http, request, sampled_by, self._named, len(tokens.ids), None)
         return generation_of(self.http, tokens, spans, choice)
 
@@ -350,7 +358,8 @@ class Server:
         version: Version,
         max_bytes: int,
         streamed: StreamedAnswer | None = None,
-    ) -> Any:
+    ) -> Callable[[], Any]:
+        """The function that parses the choice of an answer."""
         if streamed is None:
             answered = await self.http.sent("POST", path, body, max_bytes=max_bytes)
         else:
@@ -358,15 +367,12 @@ class Server:
             body = body | {"stream": True}
             answered = await self.http.sent("POST", path, body, max_bytes=max_bytes, on_part=streamed.feed)
             if streamed.failure is None and streamed.has_begun:
-                return streamed.choice
+                return lambda: streamed.choice
             answered = streamed.failure or answered
         if answered.status == 404 and version.is_lora:
             raise LostVersionError(f"no longer has {version.name}")
-        found = self.http.parsed(self.http.checked(answered))
-        try:
-            return found["choices"][0]
-        except (LookupError, TypeError) as error:
-            raise self.http.error(f"gave an answer without choices: {shown(found)}; look into its log") from error
+        whole = self.http.checked(answered)
+        return lambda: choice_of(self.http, whole)
 
     def _hold(self, version: Version) -> None:
         """Have these full weights instead of those before."""

@@ -206,7 +206,7 @@ LORA = {"rank": 8, "target_modules": ["q_proj"]}
         ({}, {"arguments": ["--data-parallel-size=2"]}, r"--data-parallel-size=2 is not for a server that is started"),
         ({}, {"arguments": ["-asc", "2"]}, r"-asc is not for a server that is started here; .* one API server"),
         ({}, {"executable": "/not/there"}, r"engine\.executable: '/not/there' is not found; give the command vllm"),
-        ({}, {"top_p": 0.9}, r"^trajectory_builders\.b\.sampling: with top_p, .*; set top_k, such as 1024, or "),
+        ({}, {"top_p": 0.9}, r"^trajectory_builders\.b\.sampling: with top_p, .*; set top_k, such as 50, or "),
     ],
 )
 def test_settings_that_vllm_refuses_or_ignores_are_refused_before_the_run(

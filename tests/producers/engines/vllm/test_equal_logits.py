@@ -4,12 +4,15 @@ import asyncio
 import itertools
 import math
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollstream.producers.engines.base import Generation, GenerationRequest
-from rollstream.producers.engines.vllm import VllmEngine
+from rollstream.producers.engines.vllm import VllmEngine, answers, asking
 from rollstream.producers.engines.vllm.probing import NUM_TOP, is_limited_to_largest
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import Sampling
@@ -73,6 +76,34 @@ def test_all_ids_that_were_left_are_recorded_however_many_are_equal(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("way", [GENERATE, "/v1/completions"])
+def test_answers_with_kept_ids_are_parsed_outside_of_the_event_loop(
+    small_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Each token has an entry for each id, and Kafka's heartbeats run in the loop."""
+    threads: list[threading.Thread] = []
+
+    def observe(name: str, function: Callable[..., Any]) -> None:
+        def observed(*args: Any) -> Any:
+            threads.append(threading.current_thread())
+            return function(*args)
+
+        monkeypatch.setattr(name, observed)
+
+    async def main() -> None:
+        server = StandInServer(small_base)
+        server.without = set() if way == GENERATE else {GENERATE}
+        async with engine_over(tmp_path, server) as engine:
+            await engine.load(*lora(small_base, tmp_path, 0))
+            observe("rollstream.producers.engines.vllm.vllm_server.choice_of", answers.choice_of)
+            observe("rollstream.producers.engines.vllm.asking.kept_of", asking.kept_of)
+            await engine.generate(request())
+
+    asyncio.run(main())
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
+
+
 def test_more_equal_logits_than_can_be_asked_for_are_an_error_with_a_remedy(small_base: Path, tmp_path: Path) -> None:
     async def main() -> None:
         server = StandInServer(small_base)
@@ -93,7 +124,7 @@ def test_a_server_in_bfloat16_is_taken_and_its_kept_ids_are_whole(
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, os.environ.get(name, value))
 
-    async def answers(base: Path) -> list[Generation]:
+    async def answers_of(base: Path) -> list[Generation]:
         engine = VllmEngine(
             started_settings(
                 dtype="bfloat16", arguments=WHOLE_PROMPTS, folder=tmp_path / "vllm", start_timeout_s=START_S
@@ -108,7 +139,7 @@ def test_a_server_in_bfloat16_is_taken_and_its_kept_ids_are_whole(
         finally:
             await engine.close()
 
-    generated = asyncio.run(answers(tiny_base(tmp_path)))
+    generated = asyncio.run(answers_of(tiny_base(tmp_path)))
     lengths = [list(one.kept.lengths) for one in generated if one.kept is not None]
     assert len(lengths) == len(generated)
     assert max(map(max, lengths)) > 20, "of this model some logits are equal in bfloat16"
