@@ -11,7 +11,7 @@ from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import EventLog, Record
 from rollstream.producers.attempt import record_rollout, refusal
 from rollstream.producers.engines.base import Engine
-from rollstream.producers.engines.routed import RoutedEngine
+from rollstream.producers.engines.routed import RoutedEngine, WatchedEngine
 from rollstream.producers.engines.table import new_engine
 from rollstream.producers.engines.weight_follower import WeightFollower
 from rollstream.producers.gateway.listener import RolloutGateway
@@ -66,14 +66,18 @@ def engine_of(settings: ProducerSettings) -> Engine:
 
 
 async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None:
-    """Follow weights and work on tasks until cancelled, with a started log and engine."""
+    """Follow weights and work on tasks until cancelled, with a started log and engine.
+
+    Raises DeviceLostError if this process cannot use the engine's GPU any more.
+    """
+    watched = WatchedEngine(engine)
     artifacts = ArtifactStore(settings.artifact_uri)
     permissions = Permissions.of(settings.allow, os.environ)
-    follower = WeightFollower(log, artifacts, engine, engine_id=settings.name, permissions=permissions)
-    pace = Pace(settings.pace, engine.version)
+    follower = WeightFollower(log, artifacts, watched, engine_id=settings.name, permissions=permissions)
+    pace = Pace(settings.pace, watched.version)
     gateway = RolloutGateway(
         settings.gateway or GatewaySection(),
-        engine,
+        watched,
         workspace=settings.workspace,
         name=settings.name,
         is_over=lambda rollout_id: worker.is_over(rollout_id),
@@ -82,9 +86,9 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
         is_listening_at_once=settings.gateway is not None,
     )
     producer = WorkerContext(
-        opponents=OpponentWeights(log, artifacts, engine, permissions=permissions),
+        opponents=OpponentWeights(log, artifacts, watched, permissions=permissions),
         log=log,
-        engine=engine,
+        engine=watched,
         weights=follower,
         rollout=functools.partial(record_rollout, permissions=permissions, artifacts=artifacts, gateway=gateway),
         refusal=functools.partial(refusal, permissions=permissions),
@@ -99,6 +103,7 @@ async def run(settings: ProducerSettings, log: EventLog, engine: Engine) -> None
     )
     try:
         async with gateway, asyncio.TaskGroup() as tasks:
+            tasks.create_task(watched.watch())
             tasks.create_task(follower.run())
             if settings.pace is not None:
                 tasks.create_task(pace.follow(log))

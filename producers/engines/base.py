@@ -142,6 +142,10 @@ def check_base_model(published: WeightsPublished, base_model: str) -> None:
         )
 
 
+class DeviceLostError(ModelError):
+    """This process cannot use its GPU any more: the service ends, and its next start goes on."""
+
+
 CLOSED = "the rollout engine is closed, because its service is stopping; start the service again"
 """Message for a request after `close`."""
 
@@ -228,7 +232,7 @@ class Engine(Protocol):
         what its request takes; neither that nor a request that fails disturbs others.
 
         Raises ModelError if the group has no weights, the prompt is empty or has ids that the model does not know,
-        PromptTooLongError if it leaves no room for a token.
+        PromptTooLongError if it leaves no room for a token, DeviceLostError if only another process can use the GPU.
         """
         ...
 

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from rollstream.producers.engines.base import CLOSED, Generation, GenerationRequest
+from rollstream.producers.engines.base import CLOSED, DeviceLostError, Generation, GenerationRequest
 from rollstream.producers.engines.scheduling import MAX_PADDED_TOKENS, JoinLimits, PoolCapacity, WaitingPrompt, joining
-from rollstream.schemas.errors import ModelError, describe
+from rollstream.schemas.errors import ModelError, describe, is_of_device
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -380,10 +380,14 @@ def _failure(error: BaseException | None) -> ModelError:
     """An error of its own for each caller: what is raised collects the frames that it passes."""
     if error is None:
         return ModelError("the rollout engine gave no answer")
-    failure = ModelError(
-        str(error)
-        if isinstance(error, ModelError)
-        else f"the rollout engine failed: {describe(error)}; its process's log has the traceback"
-    )
+    if isinstance(error, ModelError):
+        failure = ModelError(str(error))
+    elif is_of_device(error):
+        failure = DeviceLostError(
+            f"the rollout engine failed: {describe(error)}; only another process may be able to use the GPU: this one "
+            "ends; check the GPU if that happens again"
+        )
+    else:
+        failure = ModelError(f"the rollout engine failed: {describe(error)}; its process's log has the traceback")
     failure.__cause__ = error
     return failure

@@ -25,7 +25,7 @@ from rollstream.producers.engines.generation import Model
 from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
 from rollstream.schemas.devices import MODEL_LOADING, choose_cublas_workspace, device_of
 from rollstream.schemas.engine_settings import TransformersSettings
-from rollstream.schemas.errors import ModelError, is_out_of_memory
+from rollstream.schemas.errors import ModelError, is_of_device, is_out_of_memory
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.settings import NF4
 from rollstream.schemas.variables import one_line
@@ -355,7 +355,7 @@ def _load_base(published: WeightsPublished, dtype: torch.dtype, device: torch.de
             part.support_avx512bf16_for_cpu = False  # as in the learner, whose numbers these have to be
         return module.to(device)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or is_of_device(error):
             raise
         raise ModelError(
             f"model {base_model} cannot be loaded, from a folder or the hub: {one_line(error)}; "

@@ -1,10 +1,18 @@
-"""One engine for the model groups in training, and others beside it for those that are served elsewhere."""
+"""One engine for the model groups in training, others for those that are served elsewhere; a lost GPU ends the process."""
 
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
-from rollstream.producers.engines.base import Capabilities, Engine, Generation, GenerationRequest, Tokenizer
+from rollstream.producers.engines.base import (
+    Capabilities,
+    DeviceLostError,
+    Engine,
+    Generation,
+    GenerationRequest,
+    Tokenizer,
+)
 from rollstream.schemas import ids
 from rollstream.schemas.events import WeightsPublished
 
@@ -53,3 +61,43 @@ class RoutedEngine:
 
     def _of(self, model_group: str) -> Engine:
         return self._others.get(model_group) or self._others.get(ids.name_of(model_group)) or self._engine
+
+
+class WatchedEngine(RoutedEngine):
+    """`base.Engine` over another one, whose DeviceLostError ends the process.
+
+    No request is answered from then on, so that no rollout is recorded as failed: each would be, within milliseconds.
+    The next process has a new context on the GPU.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """`engine`: the process's own."""
+        super().__init__(engine, {})
+        self._lost = asyncio.Event()
+        self._error: DeviceLostError | None = None
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """As the engine does; waits without end once its device is lost."""
+        try:
+            return await super().generate(request)
+        except DeviceLostError as error:
+            return await self._lose(error)
+
+    async def load(self, published: WeightsPublished, path: Path) -> None:
+        """As the engine does; waits without end once its device is lost."""
+        try:
+            await super().load(published, path)
+        except DeviceLostError as error:
+            await self._lose(error)
+
+    async def watch(self) -> NoReturn:
+        """Wait until the engine's device is lost. Raises the DeviceLostError."""
+        await self._lost.wait()
+        assert self._error is not None
+        raise self._error
+
+    async def _lose(self, error: DeviceLostError) -> NoReturn:
+        self._error = self._error or error
+        self._lost.set()
+        await asyncio.get_running_loop().create_future()
+        raise error

@@ -11,6 +11,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.log import EventLog
 from rollstream.producers.engines.base import Engine
+from rollstream.producers.engines.routed import WatchedEngine
 from rollstream.producers.engines.table import new_engine
 from rollstream.producers.engines.weight_follower import WeightFollower
 from rollstream.producers.openai.keys import token_file, token_of
@@ -39,12 +40,14 @@ async def run(settings: EndpointSettings, log: EventLog, engine: Engine, token: 
     """Follow the model group and answer until cancelled; the port in use is in `endpoint_file`, and stays there for
     the process after this one.
 
-    Raises ModelError for a version that the engine cannot load: whoever trains waits until it is served here.
+    Raises ModelError for a version that the engine cannot load: whoever trains waits until it is served here;
+    DeviceLostError if this process cannot use the engine's GPU any more.
     """
+    watched = WatchedEngine(engine)
     permissions = Permissions.of(settings.allow, os.environ)
     store = ArtifactStore(settings.artifact_uri)
-    follower = WeightFollower(log, store, engine, engine_id=settings.name, permissions=permissions, must_load=True)
-    endpoint = Endpoint(engine, follower, settings, token)
+    follower = WeightFollower(log, store, watched, engine_id=settings.name, permissions=permissions, must_load=True)
+    endpoint = Endpoint(watched, follower, settings, token)
     path = endpoint_file(settings.workspace, settings.name)
     async with listening_again(endpoint, settings.host, settings.port, path) as port:
         _record_address(path, settings.host, port, os.getpid())
@@ -57,6 +60,7 @@ async def run(settings: EndpointSettings, log: EventLog, engine: Engine, token: 
         )
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(watched.watch())
                 tasks.create_task(follower.run())
                 # Asked for at once, so that the first version is loaded before the first request.
                 tasks.create_task(follower.wait_for(settings.model_group, 0))

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.base import DeviceLostError, Generation, GenerationRequest
 from rollstream.producers.engines.batching import Batcher, ContinuousBatcher, Outcome
 from rollstream.producers.engines.scheduling import JoinLimits, PoolCapacity
 from rollstream.schemas.errors import ModelError
@@ -174,7 +174,7 @@ def test_an_error_between_forwards_fails_calls_and_jobs_and_later_ones_are_serve
     assert len(set(map(id, failed))) == 6
     for error in failed:
         assert isinstance(error, BaseException)
-        with pytest.raises(ModelError, match="the rollout engine failed: RuntimeError: CUDA error: device-side assert"):
+        with pytest.raises(DeviceLostError, match="the rollout engine failed: RuntimeError: CUDA error: device-side"):
             raise error
         assert isinstance(error.__cause__, RuntimeError)
     assert "the rollout engine failed between two forwards" in caplog.text
