@@ -1,4 +1,4 @@
-"""One engine for the model groups in training, others for those that are served elsewhere; a lost GPU ends the process."""
+"""One engine for the model groups in training, others for those served elsewhere; a lost GPU ends the process."""
 
 import asyncio
 from collections.abc import Mapping

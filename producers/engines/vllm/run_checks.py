@@ -26,6 +26,7 @@ def check(settings: VllmSettings, config: RunConfig) -> None:
             f"{location}.sampling: with top_p, vLLM reports kept ids only among the top_k likeliest tokens; set "
             "top_k, such as 50, or record_kept_ids: false"
         )
+    _check_league(config, location)
     adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
     models = {name: one.adapter.model for name, one in config.trained().items()}
     _check_adapters({name: model.lora for name, model in models.items() if model.lora}, settings, adapter)
@@ -50,6 +51,21 @@ def check(settings: VllmSettings, config: RunConfig) -> None:
             f"and the run trains {len(held)} such; leave base_urls out, or train all as adapters of one model"
         )
     check_settings(settings)
+
+
+def _check_league(config: RunConfig, location: str) -> None:
+    """A version of full weights takes a whole server: one that the run did not start, or a further one on its GPU."""
+    league = config.builder.league
+    if league is None or league.latest_ratio == 1 or not (league.pool or league.frozen):
+        return
+    for agent, group in config.agents.items():
+        one = config.trained().get(group)
+        if one is not None and one.adapter.model.lora is None and agent in (league.seats or config.agents):
+            raise ConfigError(
+                f"{location}.league: past versions of {group} would need a vLLM server each, as all its weights are "
+                "trained; train an adapter (model.lora), use engine.kind transformers, or play scripted opponents "
+                "alone (pool: 0, no frozen)"
+            )
 
 
 def _check_adapters(adapters: Mapping[str, LoraSettings], settings: VllmSettings, location: str) -> None:

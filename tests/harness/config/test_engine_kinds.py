@@ -1,14 +1,15 @@
 """`engine:` of a run's file: each kind's own settings, checked before the run begins; a record imports no engine."""
 
 import asyncio
+import contextlib
 import copy
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
@@ -24,6 +25,8 @@ from rollstream.schemas.errors import ArtifactError, ConfigError
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import EndpointSettings, ProducerSettings
 from tests.rigs.installed_engine import PARROT, install
+
+LEAGUE = Path(__file__).parents[3] / "examples" / "tic_tac_toe_league.yaml"
 
 
 def with_engine(written: dict[str, Any], engine: Any) -> dict[str, Any]:
@@ -230,6 +233,31 @@ def test_settings_that_vllm_refuses_or_ignores_are_refused_before_the_run(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("league", "lora", "is_refused"),
+    [
+        ({}, None, True),
+        ({"frozen": [0], "pool": 0}, None, True),
+        ({"seats": ["O"]}, None, True),
+        ({"pool": 0}, None, False),
+        ({"latest_ratio": 1}, None, False),
+        ({}, LORA, False),
+    ],
+)
+def test_a_league_whose_versions_would_need_a_vllm_server_each_is_refused_before_the_run(
+    league: dict[str, Any], lora: dict[str, Any] | None, is_refused: bool
+) -> None:
+    config = yaml.safe_load(LEAGUE.read_text())
+    (builder,), (adapter,) = config["trajectory_builders"].values(), config["trainer_adapters"].values()
+    builder["engine"] = {"kind": "vllm", "executable": sys.executable, "max_loras": 9}
+    builder["league"] = {"scripted": ["random"], **league}
+    if lora is not None:
+        adapter["model"]["lora"] = lora
+    expected = pytest.raises(ConfigError, match=r"\.league: past versions of policy would need a vLLM server each")
+    with expected if is_refused else contextlib.nullcontext():
+        check_engines(config_file.resolve(config).config)
+
+
 @pytest.mark.usefixtures("parrot")
 def test_the_engine_of_an_endpoint_is_looked_up_too(written: dict[str, Any]) -> None:
     written["trainer_adapters"]["a"]["endpoint"] = {"engine": {"kind": "parrot", "num_token": 1}}
@@ -265,8 +293,8 @@ def test_a_stored_configuration_imports_no_engine(
             log, events, artifacts, tmp_path / "what_if.yaml", checkpoints=tmp_path, on_progress=lambda _: None
         )
 
-    with suppress(ConfigError):
+    with contextlib.suppress(ConfigError):
         asyncio.run(ask())
-    with suppress(ConfigError, ArtifactError):
+    with contextlib.suppress(ConfigError, ArtifactError):
         asyncio.run(open_run(log, ArtifactStore(str(tmp_path)), config_file.resolve(written), "run-1"))
     assert parrot not in sys.modules
