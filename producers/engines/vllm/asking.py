@@ -11,14 +11,27 @@ from rollstream.eventlog.http.http_json import MAX_ANSWER_BYTES
 from rollstream.producers.engines.base import GenerationRequest, keeps_ids
 from rollstream.producers.engines.sampling import kept_of
 from rollstream.producers.engines.vllm.base_model import BaseModel
+from rollstream.schemas.errors import PromptRefusedError
+from rollstream.schemas.settings import Sampling
 from rollstream.schemas.tokens import KeptIds
 
 NO_LOGPROB = -9999.0
 """Sent by vLLM for a token without a log-probability, and for one that limits exclude."""
+MIN_TEMPERATURE = 0.01
+"""vLLM samples at this temperature where a lower one is asked for, except 0, and reports nothing of it."""
 MAX_UNTOLD = 1e-3
 """Probability that may be lacking of ids whose probabilities add up to 1, for rounding."""
 TOLD_BYTES = 200
 """Room in an answer for an id with its log-probability."""
+
+
+def check_temperature(sampling: Sampling) -> None:
+    """Raises PromptRefusedError for a temperature that vLLM replaces by another one."""
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        raise PromptRefusedError(
+            f"temperature {sampling.temperature:g}: vLLM samples at {MIN_TEMPERATURE:g} instead; set 0, or "
+            f"{MIN_TEMPERATURE:g} or more"
+        )
 
 
 def asked(request: GenerationRequest, base: BaseModel, max_new_tokens: int, num_told: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rollstream.producers.engines.base import (
     Tokenizer,
     check_prompt,
 )
+from rollstream.producers.engines.vllm.asking import check_temperature
 from rollstream.producers.engines.vllm.base_model import BaseModel, read_base_model
 from rollstream.producers.engines.vllm.child import Child, check_settings
 from rollstream.producers.engines.vllm.pool import Pool
@@ -95,6 +96,7 @@ class VllmEngine:
         if self._is_closed:
             raise ModelError(CLOSED)
         version = self._version(request.model_group)
+        check_temperature(request.sampling)
         check_prompt(request, num_token_ids=version.base.num_token_ids)
         pool = self._pools.get(_served(version.published))
         if pool is None:

@@ -4,10 +4,11 @@ begins.
 
 from collections.abc import Mapping
 
+from rollstream.producers.engines.vllm.asking import check_temperature
 from rollstream.producers.engines.vllm.child import check_settings
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.engine_settings import VllmSettings
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ConfigError, PromptRefusedError
 from rollstream.schemas.settings import LoraSettings
 
 ENDS = frozenset({"lm_head", "embed_tokens", "embed_out", "wte", "all-linear"})
@@ -26,6 +27,10 @@ def check(settings: VllmSettings, config: RunConfig) -> None:
             f"{location}.sampling: with top_p, vLLM reports kept ids only among the top_k likeliest tokens; set "
             "top_k, such as 50, or record_kept_ids: false"
         )
+    try:
+        check_temperature(sampling)
+    except PromptRefusedError as error:
+        raise ConfigError(f"{location}.sampling.{error}") from error
     _check_league(config, location)
     adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
     models = {name: one.adapter.model for name, one in config.trained().items()}

@@ -209,6 +209,7 @@ LORA = {"rank": 8, "target_modules": ["q_proj"]}
         ({}, {"arguments": ["--data-parallel-size=2"]}, r"--data-parallel-size=2 is not for a server that is started"),
         ({}, {"arguments": ["-asc", "2"]}, r"-asc is not for a server that is started here; .* one API server"),
         ({}, {"executable": "/not/there"}, r"engine\.executable: '/not/there' is not found; give the command vllm"),
+        ({}, {"temperature": 0.005}, r"^trajectory_builders\.b\.sampling\.temperature 0\.005: vLLM samples at 0\.01"),
         ({}, {"top_p": 0.9}, r"^trajectory_builders\.b\.sampling: with top_p, .*; set top_k, such as 50, or "),
     ],
 )
@@ -219,7 +220,7 @@ def test_settings_that_vllm_refuses_or_ignores_are_refused_before_the_run(
 
     def check(adapter: dict[str, Any], engine: dict[str, Any]) -> None:
         lora = LORA | adapter.pop("lora", {}) | {key: engine.pop(key) for key in ("rank",) if key in engine}
-        sampling = {key: engine.pop(key) for key in ("top_p",) if key in engine}
+        sampling = {key: engine.pop(key) for key in ("top_p", "temperature") if key in engine}
         config = with_engine(written, {"kind": "vllm", "executable": sys.executable, **engine})
         config["trajectory_builders"]["b"].setdefault("sampling", {}).update(sampling)
         block = config["trainer_adapters"]["a"]

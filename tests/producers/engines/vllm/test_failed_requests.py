@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.producers.engines.base import GenerationRequest
 from rollstream.producers.engines.vllm.pool import MAX_FAILED, MAX_TRIES
 from rollstream.producers.engines.vllm.probing import LOAD_TRIES
-from rollstream.schemas.errors import ModelError
+from rollstream.schemas.errors import ModelError, PromptRefusedError
+from rollstream.schemas.settings import Sampling
+from tests.producers.engines.engine_rig import GROUP
 from tests.producers.engines.vllm.server_rig import (
     CHECK,
     GENERATE,
@@ -284,5 +287,20 @@ def test_a_server_that_answers_nothing_is_not_waited_for_longer_than_for_its_hea
         async with engine_over(tmp_path, server, health_timeout_s=0.3, start_timeout_s=1.5) as engine:
             with pytest.raises(ModelError, match=r"no answer within 0\.3 s \(health_timeout_s\)"):
                 await engine.load(*full(small_base, tmp_path, 0))
+
+    asyncio.run(main())
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused(small_base: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        server = StandInServer(small_base)
+        async with engine_over(tmp_path, server) as engine:
+            await engine.load(*lora(small_base, tmp_path, 0))
+            for temperature in (0.0, 0.01):
+                await engine.generate(GenerationRequest(GROUP, [5], Sampling(temperature=temperature), 1))
+            with pytest.raises(
+                PromptRefusedError, match=r"temperature 0\.009: vLLM samples at 0\.01 instead; set 0"
+            ):
+                await engine.generate(GenerationRequest(GROUP, [5], Sampling(temperature=0.009), 1))
 
     asyncio.run(main())
