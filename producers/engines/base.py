@@ -168,6 +168,15 @@ class Tokenizer(Protocol):
         ...
 
 
+def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a prompt that no chat template wrote, after the token that the tokenizer begins sequences with (BOS,
+    if it has one), unless the text begins with it. Tokens that it would add at the end are left out.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    first, *rest = tokenizer.encode(text) or [-1]
+    return [first, *ids] if rest[: len(ids)] == ids != [] and first != ids[0] else ids
+
+
 class NoTokenizer(Tokenizer):
     """Tokenizer of a model that another training backend has: ids are taken as they come, and no text becomes ids."""
 

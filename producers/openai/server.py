@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from rollstream.eventlog.files import read_json
-from rollstream.producers.engines.base import Engine, Generation, GenerationRequest
+from rollstream.producers.engines.base import Engine, Generation, GenerationRequest, plain_ids
 from rollstream.producers.openai.access import Access, KeyLimits
 from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.options import is_alias
@@ -150,7 +150,8 @@ class Endpoint(Routes):
         return Answered(answers, call_id, int(time.time()))
 
     def _chat_ids(self, asked: ChatRequest) -> list[int]:
-        found = self._plain_ids(self._render(asked))
+        tokenizer = self._engine.tokenizer(self._settings.model_group)
+        found = tokenizer.encode(self._render(asked), add_special_tokens=False)
         if not found:
             raise Refusal(400, "messages: the chat template produces no tokens for them; add content", param="messages")
         return found
@@ -158,7 +159,7 @@ class Endpoint(Routes):
     def _plain_ids(self, content: str | list[int]) -> list[int]:
         if not isinstance(content, str):
             return content
-        return self._engine.tokenizer(self._settings.model_group).encode(content, add_special_tokens=False)
+        return plain_ids(self._engine.tokenizer(self._settings.model_group), content)
 
     async def _generate(self, requests: list[GenerationRequest], *, param: str) -> list[Generation]:
         calls = [asyncio.ensure_future(self._engine.generate(request)) for request in requests]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
-from rollstream.producers.engines.base import Generation, Tokenizer
+from rollstream.producers.engines.base import Generation, Tokenizer, plain_ids
 from rollstream.schemas import tokens
 from rollstream.schemas.base import maker_of, validator_of
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
@@ -119,17 +119,18 @@ class Conversation:
         self._by_history: dict[str, int] = {}
         """Steps by the digest of their messages with the answer, at most one a call."""
 
-    def prompt(self, text: str, token_ids: "array[int] | None" = None) -> Prompt:
+    def prompt(self, text: str, token_ids: "array[int] | None" = None, *, is_plain: bool = False) -> Prompt:
         """Ids of a rendered chat: the longest stretch that an earlier call had word for word, then new ids.
 
-        `token_ids`: of the text, to be taken as they are.
+        `token_ids`: of the text, to be taken as they are. `is_plain`: no chat template wrote the text.
         """
         if token_ids is not None:
             exact = self.continue_from_ids(token_ids)
             return exact._replace(text=text, uses=self._used_in(text, exact.prefix))
         best = self._stems.longest(text)
         if best is None:
-            token_ids = array("i", self._tokenizer.encode(text, add_special_tokens=False))
+            first = plain_ids(self._tokenizer, text) if is_plain else None
+            token_ids = array("i", first or self._tokenizer.encode(text, add_special_tokens=False))
             return Prompt(text, token_ids, None, self._used_in(text, None))
         num_characters, length, step_index = best
         prompt_ids, completion_ids = self._calls[step_index]

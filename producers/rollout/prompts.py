@@ -35,7 +35,9 @@ def prompt_of(
     """
     text = rendered(messages, tokenizer, options)
     bridged = options and _bridged(conversation, text, messages, tokenizer, options, wanted)
-    prompt = bridged or conversation.prompt(text, options and options.token_ids)
+    prompt = bridged or conversation.prompt(
+        text, options and options.token_ids, is_plain=options is not None and options.text is not None
+    )
     if not prompt.token_ids:
         raise EnvironmentRunError("the chat template produces no tokens for these messages; add content")
     history = options and history_of(messages, options)

@@ -1,9 +1,17 @@
-"""Texts that prompts begin with: the radix tree finds what a search of all of them finds, and keeps no text twice."""
+"""Prompts of a conversation: the tree of earlier texts finds what a search of all finds, and keeps no text twice.
 
+A plain text begins with BOS.
+"""
+
+from array import array
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.producers.rollout.conversation import Stems
+from rollstream.producers.engines.base import plain_ids
+from rollstream.producers.engines.scripted import SPECIALS, ScriptedTokenizer
+from rollstream.producers.rollout.conversation import Conversation, Stems
 
 TEXTS = st.text(alphabet="ab\u00e9", max_size=8)
 
@@ -40,3 +48,31 @@ def test_the_common_beginning_of_many_turns_is_kept_once() -> None:
         stems.add(text + "other branch", 30 * turn + 2, turn)
     assert kept_characters(stems) == len(text) + 200 * len("other branch")
     assert stems.longest(text + "more") == (len(text), 30 * 199, 199)
+
+
+class WithBos(ScriptedTokenizer):
+    """Begins sequences with its first special token, as Llama's, Gemma's and Mistral's tokenizers do."""
+
+    BOS = SPECIALS[0]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return super().encode(self.BOS + text if add_special_tokens else text)
+
+
+@pytest.mark.parametrize(("text", "begun_with"), [("ab", WithBos.BOS), ("aa", WithBos.BOS), (f"{WithBos.BOS}ab", "")])
+def test_a_plain_text_begins_with_bos_once_and_a_chat_or_a_continued_text_stays_as_it_is(
+    text: str, begun_with: str
+) -> None:
+    tokenizer = WithBos()
+    expected = ScriptedTokenizer().encode(begun_with + text)
+    assert plain_ids(tokenizer, text) == expected
+    assert plain_ids(ScriptedTokenizer(), text) == ScriptedTokenizer().encode(text)
+    conversation = Conversation(tokenizer)
+    assert conversation.prompt(text).token_ids.tolist() == ScriptedTokenizer().encode(text)
+    prompt = conversation.prompt(text, is_plain=True)
+    assert prompt.token_ids.tolist() == expected
+    conversation.append_sampled(0, prompt, array("i", tokenizer.encode("c", add_special_tokens=False)))
+    assert conversation.prompt(f"{text}cd", is_plain=True).token_ids.tolist() == [
+        *expected,
+        *ScriptedTokenizer().encode("cd"),
+    ]
