@@ -88,11 +88,18 @@ def check_generation(generation: Generation) -> None:
             "equal: correct the engine"
         )
     num_kept = 0 if generation.kept is None else len(generation.kept.ids)
-    if num_tokens + num_kept >= MAX_KEPT:
-        raise ModelError(
-            f"the {num_tokens} tokens of an answer were sampled from {num_kept} ids in all, more than a record holds "
-            f"({MAX_KEPT}); lower top_p, set top_k, or leave them out (sampling.record_kept_ids: false)"
-        )
+    if (error := kept_error(num_tokens, num_kept)) is not None:
+        raise error
+
+
+def kept_error(num_tokens: int, num_kept: int) -> ModelError | None:
+    """The error of an answer, whole or begun, whose kept ids no record can hold; None if one can."""
+    if num_tokens + num_kept < MAX_KEPT:
+        return None
+    return ModelError(
+        f"the {num_tokens} tokens of an answer were sampled from {num_kept} ids in all, more than a record holds "
+        f"({MAX_KEPT}); lower top_p, set top_k, or leave them out (sampling.record_kept_ids: false)"
+    )
 
 
 def check_prompt(request: GenerationRequest, *, num_token_ids: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollstream.producers.engines.base import Generation, GenerationRequest, keeps_ids
+from rollstream.producers.engines.base import Generation, GenerationRequest, keeps_ids, kept_error
 from rollstream.producers.engines.batching import Answer, NewTokens, Outcome, Ticket
 from rollstream.producers.engines.generation import ASK_EVERY, NOISE_TOKENS, Sampled, generate
 from rollstream.producers.engines.kv_pool import KVPool, PoolShape
@@ -48,6 +48,7 @@ class DecodingRow:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     kept_ids: list[Ids] = dataclasses.field(default_factory=list)
+    num_kept: int = 0
     source: PrefixMatch | None = None
     kept: KeptSequence | None = None
     """While live: what others may copy from this row."""
@@ -285,6 +286,7 @@ class Lane:
         tokens, logprobs, kept = sample(logits.to(self._sampled_on), noise, self._how)
         for row, ids in zip(rows if kept else (), kept, strict=True):
             row.kept_ids.append(ids)
+            row.num_kept += len(ids)
         ended: list[tuple[DecodingRow, Generation | Exception]] = []
         end_ids = self.held.model.end_ids
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
@@ -292,6 +294,8 @@ class Lane:
             row.logprobs.append(logprob)
             if row.differs:
                 ended.append((row, ModelError(OTHER_TOKENS)))
+            elif (error := kept_error(len(row.tokens), row.num_kept)) is not None:
+                ended.append((row, error))
             elif token in end_ids or len(row.tokens) >= row.limit:
                 reason = "stop" if token in end_ids else "length"
                 ids = kept_of(row.kept_ids) if keeps_ids(row.request.sampling) else None

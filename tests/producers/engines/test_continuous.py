@@ -148,6 +148,25 @@ def test_a_prompt_that_exceeds_memory_fails_alone(folder, versions):
     assert len(short.token_ids) >= 1
 
 
+def test_a_row_whose_kept_ids_no_record_holds_ends_at_once_and_alone(folder, versions, monkeypatch):
+    """Its ids would take memory until its end: at top_p near 1, gigabytes for some hundred rows."""
+    monkeypatch.setattr("rollstream.producers.engines.base.MAX_KEPT", 60)
+    large = GenerationRequest(GROUP, range(9, 20), Sampling(max_new_tokens=400, top_k=9, record_kept_ids=True), 2)
+
+    async def scenario(engine):
+        shapes = counted(engine)
+        failed, answer = await asyncio.gather(
+            engine.generate(large), engine.generate(asked(range(9, 20), 3)), return_exceptions=True
+        )
+        return failed, answer, len(shapes)
+
+    failed, answer, num_forwards = run(scenario, (published(folder), versions(0)))
+    assert isinstance(failed, ModelError)
+    assert "the 6 tokens of an answer were sampled from 54 ids in all, more than a record holds (60)" in str(failed)
+    assert len(answer.token_ids) > 0
+    assert num_forwards < 20
+
+
 @pytest.mark.parametrize("kind", ["lora", "two modules"])
 def test_a_version_is_used_while_the_one_before_ends_its_sequences(folder, base, versions, tmp_path, kind):
     if kind == "lora":
