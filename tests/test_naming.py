@@ -38,7 +38,6 @@ MAY_STAY_SMALL = {
     "metrics/sql/select_only.py": "parses users' SQL, tested without the query process",
     "processors/curate/refold.py": "only reads: the shell alone changes state",
     "processors/host/client.py": "corrects aiokafka's client by its private parts; consumer knows Faust",
-    "producers/engines/routed.py": "an engine, tested by the contract suite",
 }
 """Files under 60 lines with one importer, and why they are not folded into it."""
 SUITES = [*(ROOT / "tests" / "contracts").glob("*.py"), ROOT / "tests/producers/protocols/test_protocols.py"]

@@ -20,7 +20,7 @@ from rollstream.learner.model.policy import PolicyModel
 from rollstream.processors.assemble.sequences import join_calls
 from rollstream.producers.engines.base import Engine, Generation, GenerationRequest
 from rollstream.producers.engines.openai import OpenAIEngine
-from rollstream.producers.engines.routed import RoutedEngine
+from rollstream.producers.engines.routed import RoutedEngine, WatchedEngine
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.table import new_engine
 from rollstream.producers.openai.server import Endpoint, listening
@@ -92,7 +92,7 @@ def routed(folder: Path) -> Subject:
     """The engine without a model, beside one that is served elsewhere and to which no group of the contract goes."""
     served = OpenAISettings(base_url="http://127.0.0.1:1/v1")
     subject = scripted(folder)
-    return replace(subject, new=lambda: RoutedEngine(subject.new(), {"judge": OpenAIEngine(served, {})}))
+    return replace(subject, new=lambda: WatchedEngine(RoutedEngine(subject.new(), {"judge": OpenAIEngine(served, {})})))
 
 
 NO_MODEL = {"scripted": scripted, "routed": routed}

@@ -298,9 +298,7 @@ def test_a_temperature_that_vllm_would_raise_is_refused(small_base: Path, tmp_pa
             await engine.load(*lora(small_base, tmp_path, 0))
             for temperature in (0.0, 0.01):
                 await engine.generate(GenerationRequest(GROUP, [5], Sampling(temperature=temperature), 1))
-            with pytest.raises(
-                PromptRefusedError, match=r"temperature 0\.009: vLLM samples at 0\.01 instead; set 0"
-            ):
+            with pytest.raises(PromptRefusedError, match=r"temperature 0\.009: vLLM samples at 0\.01 instead; set 0"):
                 await engine.generate(GenerationRequest(GROUP, [5], Sampling(temperature=0.009), 1))
 
     asyncio.run(main())
