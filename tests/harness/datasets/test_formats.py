@@ -249,7 +249,7 @@ def test_a_group_of_equal_rewards_has_no_labels(reward: float) -> None:
     assert rows(trl_kto, *(answered(reward, str(n), n) for n in range(8)))[0] == []
 
 
-def test_equal_answers_are_no_pair_and_scores_are_not_compared_with_rewards() -> None:
+def test_a_pair_needs_two_answers_and_a_score_is_compared_with_scores_alone() -> None:
     same = {"prompts whose best and worst answers are the same": 1}
     assert rows(trl_dpo, answered(0.0, "4", 0), answered(1.0, "4", 1)) == ([], same)
     scored = answered(1.0, "9", 1)
