@@ -136,6 +136,9 @@ class ModelError(RollstreamError):
 class PromptRefusedError(ModelError):
     """The model cannot take this prompt; it can take others."""
 
+    param: str | None = None
+    """Name of a sampling option, if the prompt is refused because of it."""
+
 
 class PromptTooLongError(PromptRefusedError):
     """A prompt leaves the model no room for an answer."""

@@ -5,6 +5,7 @@ Values only: no file is read here, and nothing connects. Secrets are `SecretStr`
 a `kafka:` block they are written as `${NAME}`, which `connection` expands.
 """
 
+import ipaddress
 import json
 import re
 from collections.abc import Mapping
@@ -33,8 +34,8 @@ VARIABLE_PREFIX = "ROLLSTREAM_KAFKA_"
 HIDDEN = "**********"
 _REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _REVEAL = "reveal_secrets"
-_SERVER = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\],]+)(:(?P<port>[0-9]+))?|[0-9A-Fa-f]*::[0-9A-Fa-f:.%]*")
-"""host, host:port, or an IPv6 address, in brackets before a port."""
+_SERVER = re.compile(r"(\[(?P<inside>[^\s\[\],]+)\]|[^\s:/\[\],]+)(:(?P<port>[0-9]+))?")
+"""host or host:port; an IPv6 address is in brackets before a port."""
 SECRETS = ("password", "key_password")
 """Fields whose `${NAME}` is expanded only where a client connects."""
 
@@ -49,11 +50,24 @@ def _written(value: SecretStr | None, info: SerializationInfo) -> str | None:
     return text if is_shown else HIDDEN
 
 
+def _is_server(text: str) -> bool:
+    found = _SERVER.fullmatch(text)
+    if found is None:
+        return _is_ipv6(text)
+    return 0 < int(found["port"] or 9092) < 1 << 16 and (found["inside"] is None or _is_ipv6(found["inside"]))
+
+
+def _is_ipv6(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).version == 6
+    except ValueError:
+        return False
+
+
 def _servers(value: str) -> str:
     """Raises ValueError naming the server that is not host:port."""
     for server in value.split(","):
-        found = _SERVER.fullmatch(server.strip())
-        if found is None or not 0 < int(found["port"] or 9092) < 1 << 16:
+        if not _is_server(server.strip()):
             raise ValueError(f"{server.strip()!r} is not host:port; give host:port, several separated by commas")
     return value
 

@@ -161,8 +161,13 @@ class PlanSettings(Settings):
     """Whether a task asks for no more rollouts than its example's inputs hold recorded ones."""
     revision: Literal[1, 2] = added(1)
     """Rules of planning; a recorded plan keeps its own. 2: a group smaller than `min_generations` is viable if all of
-    it is complete; of an epoch's validations the one that began last is judged, by all its groups; a
+    it is complete; of an epoch's validations the one whose group closed last is judged, by all its groups; a
     refill asks for an example twice only where there is no other."""
+
+    def minimum_of(self, size: int) -> int:
+        """Complete rollouts that a group of that size must have to be trained on: all of a small one."""
+        minimum = min(self.min_generations, self.num_generations)
+        return max(1, min(minimum, size)) if self.revision >= 2 else minimum
 
 
 NEW_PLAN: Mapping[str, Any] = {"knows_single_group": True, "revision": 2}

@@ -103,7 +103,7 @@ def conceal(message: str, value: JsonValue = None, env: Mapping[str, str] = os.e
     asked |= {(name, os.environ.get(name, "")) for name in _named | _secret_names(os.environ)}
     found = [(secret, name) for name, text in asked for secret in _secrets_in(text)]
     proxies = {item for one in (env, os.environ) for item in one.items() if _PROXY_NAME.search(item[0])}
-    found += [(secret, name) for name, text in proxies for secret in _secrets_of_user(user_info_of(text)[0])]
+    found += [(secret, name) for name, text in proxies for secret in _secrets_of_proxy(user_info_of(text)[0])]
     for secret, name in sorted(found, key=lambda item: (-len(item[0]), item)):  # one may be a part of another
         message = message.replace(secret, f"${{{name}}}")
     return message
@@ -176,6 +176,11 @@ def _secrets_of_user(user_info: str) -> Iterator[str]:
         password = user_info.partition(":")[2]
         parts = {user_info: None, password: None, unquote(password): None, basic_credentials(user_info): None}
         yield from (part for part in parts if len(part) >= MIN_SECRET_CHARS)
+
+
+def _secrets_of_proxy(user_info: str) -> Iterator[str]:
+    """The same of a proxy, whose user without a password is only a name, which other texts may hold too."""
+    yield from _secrets_of_user(user_info) if ":" in user_info else ()
 
 
 def _end(text: str) -> int:

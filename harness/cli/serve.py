@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rollstream.harness.services.concealing import conceal_logs
+from rollstream.harness.services.live_line import LiveLine
 from rollstream.harness.services.log_handlers import StreamHandler
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.variables import conceal_variables, variables_in
@@ -145,7 +146,7 @@ async def _keep(broker: "EmbeddedBroker") -> None:
     """Restart a broker that dies, until a signal arrives. Raises BrokerError if it dies too often."""
     from rollstream.eventlog.broker.watch import keep_running
 
-    watching = asyncio.create_task(keep_running(broker, click.echo))
+    watching = asyncio.create_task(keep_running(broker, LiveLine(sys.stdout).print))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, watching.cancel)
     with suppress(asyncio.CancelledError):

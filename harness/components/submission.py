@@ -13,6 +13,7 @@ from rollstream.harness.config.jobs import check_group
 from rollstream.harness.recorded.from_trajectories import rollout_of, rollouts_of_items, weights_of
 from rollstream.harness.recorded.tasks import RECORDED, all_stored, played_by, tasks_of
 from rollstream.harness.runs.run_handle import RunHandle
+from rollstream.producers.traces.spans import json_value
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import GroupClosed
@@ -134,7 +135,7 @@ def _demands_logprobs(handle: RunHandle) -> bool:
 
 def _recorded(group: Group, name: str, settings: RolloutSettings, *, demands_logprobs: bool) -> list[RecordedGroup]:
     """One recorded group; for preference pairs, one per pair. Raises ConfigError, see `_agent_of`."""
-    example_id = next((str(t.metadata["id"]) for t in group if t.metadata and "id" in t.metadata), name)
+    example_id = next((json_value(str(t.metadata["id"])) for t in group if t.metadata and "id" in t.metadata), name)
     pairs = [pair for trajectory in group if _is_preference(trajectory) for pair in rollouts_of_items(trajectory)]
     found = [RecordedGroup.of(example_id, pair) for pair in pairs]
     rollouts = [

@@ -6,9 +6,11 @@ preference pairs to NAT's trajectories and finds the exact tokens that one refer
 
 import hashlib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import orjson
 from pydantic import JsonValue, ValidationError
 
 from rollstream.eventlog import codec
@@ -64,10 +66,12 @@ def rollout_of(
     """
     source_id = json_value(_source_id(trajectory))
     try:
-        return _rollout(trajectory, source_id, demands_logprobs=demands_logprobs, agent=agent, weights=weights or {})
+        found = _rollout(trajectory, source_id, demands_logprobs=demands_logprobs, agent=agent, weights=weights or {})
+        orjson.dumps(found.model_dump())  # a name may be a text that no record can hold
     except (TypeError, ValueError, OverflowError) as error:
         reason = first_invalid(error) if isinstance(error, ValidationError) else describe(error)
         return RecordedRollout(source_id=source_id, error=json_value(f"cannot be recorded: {reason}"))
+    return found
 
 
 def _rollout(
@@ -196,7 +200,7 @@ def _messages(item: DPOItem) -> tuple[dict[str, JsonValue], ...]:
 def _message(item: EpisodeItem) -> dict[str, JsonValue]:
     role = _CHAT_ROLES.get(item.role, item.role.value)
     message: dict[str, JsonValue] = {"role": role, "content": json_value(item.content)}
-    for key in ("tool_calls", "tool_call_id", "name"):
+    for key in ("tool_calls", "tool_call_id", "name", "reasoning_content"):
         value = _of(item.metadata, key)
         if value is not None:
             message[key] = json_value(value)
@@ -277,7 +281,7 @@ def score_diff_of(trajectory: Trajectory) -> float:
     """The score difference of a trajectory's pairs: from its metadata, else its reward, else 1."""
     written = (trajectory.metadata or {}).get("score_diff")
     known = (value for value in (written, trajectory.reward) if isinstance(value, int | float))
-    return next((float(value) for value in known if 0 < value < float("inf")), 1.0)
+    return next((float(value) for value in known if 0 < value <= sys.float_info.max), 1.0)
 
 
 def tokens_of(trajectory: Trajectory, item: DPOItem, side: str) -> RecordedTokens | None:

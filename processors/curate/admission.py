@@ -7,7 +7,6 @@ from rollstream.processors.curate.candidates import Candidate, Entry, candidate,
 from rollstream.processors.curate.state import Epoch, Job
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import GroupClosed
-from rollstream.schemas.settings import PlanSettings
 
 
 def offered(job: Job, event: GroupClosed) -> GroupClosed:
@@ -70,15 +69,9 @@ def _reject_untrainable(group: Candidate, trainable: set[int], time_ms: int) -> 
     ]
 
 
-def _minimum(plan: PlanSettings, size: int) -> int:
-    """Number of rollouts that a group of that size must have left to be trained on: all of a small one."""
-    minimum = min(plan.min_generations, plan.num_generations)
-    return max(1, min(minimum, size)) if plan.revision >= 2 else minimum
-
-
 def _keep_waiting(job: Job, epoch: Epoch, group: Candidate, closed: GroupClosed) -> list[Event]:
     plan, time_ms = job.started.plan, closed.time_ms
-    if len({member.member for member in group.members}) < _minimum(plan, closed.size):
+    if len({member.member for member in group.members}) < plan.minimum_of(closed.size):
         return ledger.reject(group, "not_viable", time_ms)
     if job.is_submitted or job.filters_epochs:
         epoch.gathered.append(group)

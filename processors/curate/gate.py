@@ -51,18 +51,19 @@ def _take(job: Job, event: GroupClosed) -> None:
             job.validations.clear()
         validation = job.validations[split[0]] = PlayedValidation(event.epoch)
     own = [member for member in admission.offered(job, event).members if member.num_completion_tokens]
-    if own:
+    if own and event.group_id not in validation.groups:
         played = PlayedGroup(
             mean([member.reward for member in own]),
             min(member.min_version for member in own),
             max(member.max_version for member in own),
         )
-        validation.groups.setdefault(event.group_id, played)
+        validation.groups[event.group_id] = played
+        job.validations[split[0]] = job.validations.pop(split[0])
 
 
 def _newest(job: Job, epoch: int | None = None) -> PlayedValidation:
-    """The validation that began last (before `epoch`): that of a run which was killed meanwhile may still close groups
-    when it was asked for again with other examples."""
+    """The validation whose group closed last (before `epoch`), which the epoch waited for: that of a run which was
+    killed meanwhile may still close groups when it was asked for again with other examples."""
     played = [one for one in job.validations.values() if epoch in (None, one.epoch)]
     return played[-1] if played else PlayedValidation(-1)
 

@@ -139,7 +139,7 @@ class RolloutModel:
         except PromptTooLongError as error:
             raise Refusal(400, str(error), param=asked.PROMPT_KEY, code="context_length_exceeded") from error
         except PromptRefusedError as error:
-            raise Refusal(400, str(error), param=asked.PROMPT_KEY) from error
+            raise Refusal(400, str(error), param=error.param or asked.PROMPT_KEY) from error
         except ModelError as error:
             is_final = self.session.failure is not None
             raise Refusal(500, str(error), code=ENGINE_ERROR, is_final=is_final) from error

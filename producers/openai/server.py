@@ -167,7 +167,7 @@ class Endpoint(Routes):
             return list(await asyncio.gather(*calls))
         except PromptRefusedError as error:
             code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
-            raise Refusal(400, str(error), param=param, code=code) from error
+            raise Refusal(400, str(error), param=error.param or param, code=code) from error
         except ModelError as error:
             raise Refusal(500, str(error), code=ENGINE_ERROR) from error
         finally:

@@ -187,9 +187,7 @@ def _rescored(event: GroupClosed, spec: JobSpec, rewards: Mapping[str, float | N
     changes: dict[str, Any] = {"members": tuple(member for member, _ in members)}
     if len(members) < len(event.members):
         num_rollouts = len({member.member for member, _ in members})
-        changes["is_viable"] = event.is_viable and num_rollouts >= min(
-            spec.plan.min_generations, spec.plan.num_generations
-        )
+        changes["is_viable"] = event.is_viable and num_rollouts >= spec.plan.minimum_of(event.size)
         if len(event.locators) == len(event.members):
             changes["locators"] = tuple(event.locators[index] for _, index in members)
     return event.model_copy(update=changes)

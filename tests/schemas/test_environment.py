@@ -69,3 +69,4 @@ def test_user_and_password_of_a_proxy_are_concealed_and_its_host_is_not(name: st
     text = conceal("http://svc:Sesame%211@proxy:3128 refused Sesame!1", None, env)
     assert text == f"http://${{{name}}}@proxy:3128 refused ${{{name}}}"
     assert conceal("http://proxy:3128", None, {name: "http://proxy:3128"}) == "http://proxy:3128"
+    assert conceal("the user has no access", None, {name: f"{scheme}user@proxy:3128"}) == "the user has no access"

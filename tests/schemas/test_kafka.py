@@ -109,7 +109,19 @@ def test_a_bare_address_has_neither_tls_nor_sasl() -> None:
 
 @pytest.mark.parametrize(
     "servers",
-    ["embedded", "kafka:9092", "kafka", "a:9092, b:9093", "127.0.0.1:1", "[::1]:9092", "::1", "k-1.lab_2:65535"],
+    [
+        "embedded",
+        "kafka:9092",
+        "kafka",
+        "a:9092, b:9093",
+        "127.0.0.1:1",
+        "[::1]:9092",
+        "::1",
+        "2001:db8::1",
+        "2001:db8:0:0:0:0:0:1",
+        "[fe80::1%eth0]:9092",
+        "k-1.lab_2:65535",
+    ],
 )
 def test_servers_are_hosts_with_ports(servers: str) -> None:
     assert KafkaSettings(bootstrap_servers=servers).bootstrap_servers == servers
@@ -117,9 +129,15 @@ def test_servers_are_hosts_with_ports(servers: str) -> None:
 
 @pytest.mark.parametrize(
     ("servers", "wrong"),
-    [("a:b:c", "a:b:c"), ("kafka:99999", "kafka:99999"), ("kafka:0", "kafka:0"), ("http://kafka:9092", "http://kafka:9092"),
-     ("a:9092,,b:9092", ""), ("a:9092 b:9092", "a:9092 b:9092"), ("kafka:", "kafka:"), ("", "")],
-)  # fmt: skip
+    [
+        *(
+            (one, one)
+            for one in ("a:b:c", "kafka:99999", "kafka:0", "http://kafka:9092", "a:9092 b:9092", "kafka:", "")
+        ),
+        *((one, one) for one in ("[kafka]:9092", "[::1]:0", "2001:db8:1")),
+        ("a:9092,,b:9092", ""),
+    ],
+)
 def test_other_servers_are_refused_by_the_wrong_one(servers: str, wrong: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(f"'{wrong}' is not host:port; give host:port, several")):
         KafkaSettings(bootstrap_servers=servers)

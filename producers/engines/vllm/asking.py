@@ -28,10 +28,12 @@ TOLD_BYTES = 200
 def check_temperature(sampling: Sampling) -> None:
     """Raises PromptRefusedError for a temperature that vLLM replaces by another one."""
     if 0 < sampling.temperature < MIN_TEMPERATURE:
-        raise PromptRefusedError(
+        refused = PromptRefusedError(
             f"temperature {sampling.temperature:g}: vLLM samples at {MIN_TEMPERATURE:g} instead; set 0, or "
             f"{MIN_TEMPERATURE:g} or more"
         )
+        refused.param = "temperature"
+        raise refused
 
 
 def asked(request: GenerationRequest, base: BaseModel, max_new_tokens: int, num_told: int) -> dict[str, Any]:

@@ -254,8 +254,9 @@ def test_values_that_json_lacks_are_recorded_as_text(metadata, recorded):
         {"rewards": {"a": "1"}},
         {"rewards": {"a": 1e308, "b": 1e308}, "reward": -1e308},
         {"reward": 1.7e308, "shaped": [-1.7e308]},
+        {"rewards": {HALF: 1.0}},
     ],
-    ids=["infinite", "text", "sum", "rest"],
+    ids=["infinite", "text", "sum", "rest", "name"],
 )
 def test_rewards_that_cannot_be_recorded_fail_their_rollout_alone(given):
     one = trajectory(item("user", "q"), item("assistant", "a", [-0.5]), id="x", trajectory_id="t", **given)

@@ -1,6 +1,8 @@
 """Supervision of the broker: deaths are counted, forgiven after a while, and a full disk is waited for."""
 
 import asyncio
+import errno
+import io
 import os
 import threading
 import time
@@ -15,6 +17,7 @@ from rollstream.eventlog.broker.ports import answers
 from rollstream.eventlog.broker.restarts import MAX_RESTARTS
 from rollstream.eventlog.broker.watch import MIN_FREE_BYTES, keep_running
 from rollstream.eventlog.kafka.log import KafkaLog
+from rollstream.harness.cli import serve
 from rollstream.schemas.errors import BrokerError, BrokerLostError
 from rollstream.schemas.events import RunEnded
 
@@ -197,3 +200,27 @@ async def send_until_it_stops(log: KafkaLog, broker: EmbeddedBroker) -> tuple[in
         if not sending.done():
             return sent, sending
         sent += 1
+
+
+class FullStream(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, s: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_the_service_of_a_broker_goes_on_though_its_output_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = Doomed(tmp_path, "r")
+
+    async def scenario() -> None:
+        serving = asyncio.create_task(serve._keep(broker))  # pyright: ignore[reportArgumentType]
+        while not broker.is_running:
+            await asyncio.sleep(0.01)
+            if serving.done():
+                serving.result()
+        serving.cancel()
+
+    monkeypatch.setattr("sys.stdout", FullStream())
+    asyncio.run(asyncio.wait_for(scenario(), 30))

@@ -147,6 +147,16 @@ def test_groups_of_a_validation_that_was_given_up_are_not_counted_and_reset_noth
     assert (found.reward, found.num_groups) == judged
 
 
+def test_a_validation_that_was_given_up_before_any_group_closed_is_not_judged(gated):
+    run = gated(min_reward=0.5)
+    given_up = run.groups(0, [1.0], version=0, asked="00000000")
+    current = run.groups(0, [0.0, 0.0, 0.0, 1.0], version=0)
+    for event in (current[0], *given_up, *current[1:], *given_up):
+        run.partition.write(event)
+    found = run.partition.start_epoch(0)[0]
+    assert (found.reward, found.num_groups) == (0.25, 4)
+
+
 @pytest.mark.parametrize("values", [{}, {"max_drop": -1.0}, {"min_reward": float("nan")}, {"threshold": 1.0}])
 def test_a_gate_needs_a_limit(values):
     with pytest.raises(ValidationError):
