@@ -276,7 +276,7 @@ class Conductor:
         for task in self._background:
             if task.done() and not task.cancelled():
                 task.result()
-        if self._following is not None and self._following.cancelled():
+        if self._following is not None and self._following.cancelling():  # which may not have reached the task yet
             raise RunFailedError("the program ends, and its event loop has cancelled the run's background work")
 
     async def _failed(self) -> Any:
