@@ -218,7 +218,9 @@ class TrainerFields(BaseModel):
     evaluation_gate: GateSettings | None = None
     """Streamed runs only."""
     validation_required: bool = False
-    """A failed validation ends the run as failed; off: it is noted with its reason, and training goes on."""
+    """A failed validation ends the run as failed; off: it is noted with its reason, and training goes on. If a service,
+    the log or the artifact store fails meanwhile, the run stays open.
+    """
     trackers: tuple[Tracker, ...] = ()
     """Experiment trackers that get a copy of the run's metrics."""
 

@@ -183,6 +183,10 @@ class RunFailedError(RollstreamError):
     """A run ended in failure."""
 
 
+OF_LOG_AND_STORE = (LogError, StoreUnavailableError)
+"""Errors of what a run is kept in. They tell nothing of its model or its components, so they leave the run open."""
+
+
 class InvalidValue(NamedTuple):
     """Pydantic's complaint about a value, in one line that never shows the value."""
 
@@ -372,7 +376,7 @@ def is_passing(error: BaseException) -> bool:
 
     That is a file system, a disk, a network, the broker, or another process that trained with this one and has ended.
     """
-    if isinstance(error, (OSError, LogError, StoreUnavailableError)):
+    if isinstance(error, (OSError, *OF_LOG_AND_STORE)):
         return not isinstance(error, TruncatedError)
     return any(
         _is_one_of(one, ("DistError", "KafkaError", "BrokenExecutor"), OF_PROCESSES)

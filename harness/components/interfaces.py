@@ -15,7 +15,7 @@ from typing import Any
 
 from rollstream.processors.curate.candidates import mean, rollout_rewards
 from rollstream.schemas import errors
-from rollstream.schemas.errors import EnvironmentRunError, LogError, RollstreamError, RunFailedError
+from rollstream.schemas.errors import OF_LOG_AND_STORE, EnvironmentRunError, RollstreamError, RunFailedError
 from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.finetuning import (
     CurriculumLearningConfig,
@@ -168,8 +168,8 @@ class Trainer(ABC):
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
         """Rewards on the validation dataset, by the builder's `run_eval` and without training.
 
-        A failure is {"error": reason} without rewards. Raises LogError, RunFailedError if the log, a service or the run
-        itself cannot go on, which tells nothing of the model.
+        A failure is {"error": reason} without rewards. Raises LogError, StoreUnavailableError, RunFailedError if
+        the log, the artifact store, a service or the run itself cannot go on, which tells nothing of the model.
         """
         if self.run_config is None or self.trajectory_builder is None:
             raise RuntimeError("the trainer is not initialized: call bind_components(...) and initialize(...) first")
@@ -181,7 +181,7 @@ class Trainer(ABC):
         try:
             output = await self.trajectory_builder.run_eval()
             return {**self._calculate_validation_metrics(output), **metrics}
-        except (RunFailedError, LogError):
+        except (RunFailedError, *OF_LOG_AND_STORE):
             raise
         except Exception as error:
             is_known = isinstance(error, RollstreamError)

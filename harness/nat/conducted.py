@@ -14,7 +14,7 @@ from typing import Any
 from rollstream.harness.components import run_completion
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.harness.services.concealing import shown
-from rollstream.schemas.errors import RollstreamError, RunFailedError, describe, is_asked_to_end
+from rollstream.schemas.errors import OF_LOG_AND_STORE, RollstreamError, RunFailedError, describe, is_asked_to_end
 from rollstream.schemas.variables import conceal, one_line
 
 MAX_TOLD = 2
@@ -73,8 +73,8 @@ def _overheard() -> Iterator[_Overheard]:
 async def conducted(handle: RunHandle, running: Coroutine[Any, Any, list[Any]]) -> list[Any]:
     """The result of a trainer's `run`, after the run has ended on the log accordingly; its model is exported by then.
 
-    One that is cancelled (Ctrl-C) leaves the run open, and so does a failed service. Raises RunFailedError if the run
-    failed, from the exception of `running` if there is one.
+    One that is cancelled (Ctrl-C) leaves the run open, and so does a service, a log or an artifact store that fails.
+    Raises RunFailedError if the run failed or one of these did, from the exception of `running` if there is one.
     """
     statuses: list[Any] = []
     logged = ""
@@ -105,20 +105,27 @@ def _canceled(status: Any) -> Any:
 
 
 async def failed(handle: RunHandle, error: BaseException) -> str:
-    """Write that the run failed, and why, which is returned. If a service has failed, or nothing can be written any
-    more, the run stays open, which is returned with that reason.
+    """Write that the run failed, and why, which is returned. If a service, the log or the artifact store has failed,
+    the run stays open, so that it can be resumed, which is returned with that reason.
     """
     logger.info("%s", conceal("".join(traceback.format_exception(error)).rstrip()))
     reason = _reason(error)
+    if isinstance(error, OF_LOG_AND_STORE):
+        handle.is_finished = True
+        return _stays_open(handle, reason)
     try:
         await run_completion.finish(handle, is_completed=False, message=reason)
     except RollstreamError as other:
         cause = _reason(other)
         if cause != reason:
             logger.warning("the run stays open on the log: %s", cause)
-        run_id = handle.run.started.run_id
-        return f"stays open: {cause}; `rollstream finetune --resume {run_id}` continues it once that is corrected"
+        return _stays_open(handle, cause)
     return f"failed: {reason}"
+
+
+def _stays_open(handle: RunHandle, cause: str) -> str:
+    run_id = handle.run.started.run_id
+    return f"stays open: {cause}; `rollstream finetune --resume {run_id}` continues it once that is corrected"
 
 
 def _reason(error: BaseException) -> str:

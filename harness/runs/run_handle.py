@@ -69,7 +69,7 @@ class RunHandle(Conductor):
         self.is_own = False
         """Whether the components opened it themselves; then they end the run and close this."""
         self.is_finished = False
-        """Whether the conductor has ended the run."""
+        """Whether the conductor has ended the run, or leaves it open for good."""
         self._examples: tuple[Example, ...] | None = None
 
     @property

@@ -10,7 +10,7 @@ from rollstream.harness.components.build import Components
 from rollstream.harness.components.conduct import conduct_components
 from rollstream.harness.config.jobs import ENDPOINT
 from rollstream.harness.runs.run_handle import RunHandle
-from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.errors import LogError, RunFailedError, StoreUnavailableError
 from rollstream.schemas.events import BatchPlanned, RunEnded
 from rollstream.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
 from tests.rigs.runs.epochwise_rig import EpochwiseRig, components_for, configuration, opened_rig
@@ -126,6 +126,32 @@ def test_a_service_that_fails_during_a_validation_leaves_the_run_open(tmp_path: 
             finally:
                 await handle.close()
             assert not await rig.events("groups", RunEnded)
+
+    asyncio.run(scenario())
+    assert not (tmp_path / "output" / "validation_history.json").exists()
+
+
+@pytest.mark.parametrize("error", [LogError("no answer"), StoreUnavailableError("no answer")], ids=repr)
+def test_a_log_or_a_store_that_fails_during_a_required_validation_leaves_the_run_open(
+    tmp_path: Path, error: Exception
+) -> None:
+    (tmp_path / "valid.jsonl").write_text('{"id": "v", "question": "guess", "secret": 1}\n')
+    written = configuration(
+        tmp_path, num_epochs=2, num_examples=2, run_configuration={"validation_dataset": str(tmp_path / "valid.jsonl")}
+    )
+    written["trainers"]["t"]["validation_required"] = True
+
+    async def run_eval() -> Any:
+        raise error
+
+    async def scenario() -> None:
+        rig = EpochwiseRig(tmp_path, written)
+        async with asyncio.timeout(90), rig.services(), await rig.open_run() as handle:
+            parts = components_for(rig)
+            parts.trajectory_builder.run_eval = run_eval
+            with pytest.raises(type(error), match=r"^no answer$"):
+                await conduct_components(handle, parts, rig.loaded.finetune)
+        assert not await rig.events("groups", RunEnded)
 
     asyncio.run(scenario())
     assert not (tmp_path / "output" / "validation_history.json").exists()

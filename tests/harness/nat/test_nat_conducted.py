@@ -13,7 +13,7 @@ from rollstream.harness.components.run_completion import watch_curriculum
 from rollstream.harness.nat.components import close_at_exit
 from rollstream.harness.nat.conducted import conducted
 from rollstream.harness.runs.run_handle import RunHandle, opened
-from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.errors import LogError, RunFailedError, StoreUnavailableError, TruncatedError
 from rollstream.schemas.events import RunEnded
 from rollstream.schemas.finetuning import TrainingJobStatus, TrainingStatusEnum, Trajectory, TrajectoryCollection
 from tests.rigs.runs.epochwise_rig import EpochwiseRig, components_for, configuration
@@ -208,6 +208,23 @@ def test_a_service_that_has_failed_leaves_the_run_open_with_the_remedy(tmp_path:
         assert not await rig.events("groups", RunEnded)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", [LogError, TruncatedError, StoreUnavailableError])
+def test_a_log_or_a_store_that_fails_leaves_the_run_open_with_the_remedy(tmp_path: Path, kind: type[Exception]) -> None:
+    handles: list[RunHandle] = []
+
+    async def run(backend: RunHandle) -> list[Any]:
+        await backend.begin()
+        handles.append(backend)
+        raise kind("no acknowledgement within 120 s; check its brokers")
+
+    assert ended(tmp_path, run) == (
+        "run run-1 stays open: no acknowledgement within 120 s; check its brokers; "
+        "`rollstream finetune --resume run-1` continues it once that is corrected",
+        [],
+    )
+    assert handles[0].is_finished, "else the run is failed when the program ends"
 
 
 def test_a_program_that_fails_before_its_trainer_runs_ends_and_leaves_the_run_open(
