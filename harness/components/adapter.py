@@ -23,6 +23,7 @@ from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import EpochSealed
 from rollstream.schemas.finetuning import (
     FinetuneConfig,
+    TrainerAdapterConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
@@ -207,6 +208,11 @@ class RollstreamTrainerAdapter(TrainerAdapter):
                 "batch_index": seal.next_batch_index - 1 if seal.num_batches else None,
             },
         )
+
+
+def num_ahead(config: TrainerAdapterConfig) -> int:
+    """Number of epochs that may be in training while the next one is rolled out."""
+    return getattr(config, "max_staleness", 0)
 
 
 def _is_served(handle: RunHandle, status: TrainingJobStatus) -> bool:

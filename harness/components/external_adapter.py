@@ -16,7 +16,7 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifact_retry import retrying
 from rollstream.eventlog.files import write_whole
 from rollstream.harness.components import epochs, run_completion
-from rollstream.harness.components.adapter import FINAL, RollstreamTrainerAdapter
+from rollstream.harness.components.adapter import FINAL, RollstreamTrainerAdapter, num_ahead
 from rollstream.harness.components.interfaces import TrainerAdapter
 from rollstream.harness.components.submission import epoch_of, num_members, submitted_groups
 from rollstream.harness.config.jobs import check_submission
@@ -147,11 +147,16 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         self._inner.log_progress(ref, metrics, output_dir)
 
     async def _finish_earlier(self, handle: RunHandle) -> None:
-        """Wait for the jobs of sealed epochs. Raises as `initialize`."""
+        """Wait for the jobs of sealed epochs. Raises as `initialize`.
+
+        Our trainer waits for a job before it submits those that are further ahead, so only the newest can have been in
+        training. The file of a run that an earlier release began lacks the others.
+        """
         seals = handle.job.seals
         self._given = [one for one in _read(self._file) if one.epoch in seals]
         known = {one.epoch for one in self._given if one.ref is not None or one.status in FINAL}
-        missing = sorted(epoch for epoch, seal in seals.items() if seal.num_trained_groups and epoch not in known)
+        trained = sorted(epoch for epoch, seal in seals.items() if seal.num_trained_groups)
+        missing = [epoch for epoch in trained[-num_ahead(self.adapter_config) - 1 :] if epoch not in known]
         if missing:
             raise ConfigError(_unknown(self._file, self._given, missing))
         for job in self._given:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.artifact_retry import retrying
-from rollstream.harness.components.adapter import FINAL, NOTHING_TRAINED, RollstreamTrainerAdapter
+from rollstream.harness.components.adapter import FINAL, NOTHING_TRAINED, RollstreamTrainerAdapter, num_ahead
 from rollstream.harness.components.curriculum import choose, name_of, resumed, reward_stats, settings_of
 from rollstream.harness.components.history import EpochFiles
 from rollstream.harness.components.interfaces import Trainer, TrainerAdapter
@@ -96,7 +96,7 @@ class RollstreamTrainer(Trainer):
                 self._statuses[epoch] = self._status(TrainingStatusEnum.COMPLETED, NOTHING_TRAINED)
             else:
                 under_way.append(epoch)
-            while len(under_way) > self._max_ahead and not self._failed:
+            while len(under_way) > num_ahead(self._adapter.adapter_config) and not self._failed:
                 await self._complete(under_way.popleft())
             if self._failed:
                 break
@@ -294,11 +294,6 @@ class RollstreamTrainer(Trainer):
     def _adapter(self) -> TrainerAdapter:
         assert self.trainer_adapter is not None
         return self.trainer_adapter
-
-    @property
-    def _max_ahead(self) -> int:
-        """Number of epochs that may be in training while the next one is rolled out."""
-        return getattr(self._adapter.adapter_config, "max_staleness", 0)
 
     @property
     def _failed(self) -> list[TrainingJobStatus]:

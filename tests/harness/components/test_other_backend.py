@@ -79,6 +79,7 @@ class BackendConfig(TrainerAdapterConfig, name="other_test_backend"):
     fails_at: int | None = None
     failure: str = "no GPU is left"
     is_up: bool = True
+    max_staleness: int = 0
 
 
 class OtherBackend(TrainerAdapter):
@@ -313,11 +314,28 @@ def test_a_resumed_run_whose_jobs_are_not_known_stays_open_with_the_remedy(
     async def scenario() -> None:
         await killed_while_it_waits(rig, monkeypatch, 1)
         known.unlink()
-        with pytest.raises(ConfigError, match=r"run-1\.json: no reference to the training job of epoch 0, 1, so"):
+        with pytest.raises(ConfigError, match=r"run-1\.json: no reference to the training job of epoch 1, so"):
             await conducted(rig, resume=True)
         assert not await rig.events("groups", RunEnded)
-        known.write_text('[{"epoch":0,"status":"completed"},{"epoch":1,"status":"completed"}]')
+        known.write_text('[{"epoch":1,"status":"completed"}]')
         assert (await conducted(rig, resume=True)).status == "completed"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("max_staleness", "missing"), [(0, "2"), (1, "1, 2"), (5, "0, 1, 2")])
+def test_only_jobs_that_can_have_been_in_training_must_be_known_to_resume_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int, missing: str
+) -> None:
+    content = written(tmp_path, max_staleness=max_staleness)
+    content["finetuning"]["num_epochs"] = 3
+    rig = EpochwiseRig(tmp_path, content)
+
+    async def scenario() -> None:
+        await killed_while_it_waits(rig, monkeypatch, 2)
+        (tmp_path / "training_jobs" / "run-1.json").unlink()  # an earlier release wrote none
+        with pytest.raises(ConfigError, match=rf"no reference to the training job of epoch {missing}, so"):
+            await conducted(rig, resume=True)
 
     asyncio.run(scenario())
 
