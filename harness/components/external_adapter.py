@@ -21,7 +21,7 @@ from rollstream.harness.components.interfaces import TrainerAdapter
 from rollstream.harness.components.submission import epoch_of, num_members, submitted_groups
 from rollstream.harness.config.jobs import check_submission
 from rollstream.harness.runs.run_handle import RunHandle
-from rollstream.schemas.errors import ConfigError, RunFailedError
+from rollstream.schemas.errors import ConfigError, RollstreamError, RunFailedError, describe
 from rollstream.schemas.finetuning import (
     FinetuneConfig,
     TrainingJobRef,
@@ -159,14 +159,29 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         missing = [epoch for epoch in trained[-num_ahead(self.adapter_config) - 1 :] if epoch not in known]
         if missing:
             raise ConfigError(_unknown(self._file, self._given, missing))
+        answered = {one.epoch for one in self._given if one.ref is None and one.status in FINAL}  # by the user
         for job in self._given:
-            if job.ref is not None and job.status not in FINAL:
+            if job.ref is not None and job.status not in FINAL and job.epoch not in answered:
                 logger.info("waiting for the training job of epoch=%d, which an earlier process submitted", job.epoch)
-                await self.wait_until_complete(job.ref)
+                await self._finish_job(job.epoch, job.ref)
         failure = run_completion.failure_of(self._given)
         if failure is not None:
             await run_completion.finalize_run(handle, is_completed=False, message=failure)
             raise RunFailedError(f"a training job of an earlier process failed: {failure}")
+
+    async def _finish_job(self, epoch: int, ref: TrainingJobRef) -> None:
+        """Wait for a job of an earlier process. Raises ConfigError if the backend raises, which may not know it."""
+        try:
+            await self.wait_until_complete(ref)
+        except RollstreamError:
+            raise
+        except Exception as error:
+            logger.info("the backend raised for the training job of epoch=%d", epoch, exc_info=error)
+            raise ConfigError(
+                f"{self._file}: the training backend did not say how the training job of epoch {epoch} ended: "
+                f"{conceal(describe(error))}; resume the run once it can, or, if it no longer knows the job, write how "
+                f'it ended in the file beside the others, e.g. {_entry(epoch)} (or "failed")'
+            ) from error
 
     async def _kept(self, ref: TrainingJobRef, status: TrainingJobStatus) -> TrainingJobStatus:
         """The same status; a final one is kept for a process that resumes the run."""
@@ -211,9 +226,14 @@ def _read(path: Path) -> list[GivenJob]:
 def _unknown(path: Path, given: list[GivenJob], missing: list[int]) -> str:
     """The error that nothing says how the jobs of some epochs ended."""
     several = ", ".join(map(str, missing))
-    entry = _FILE.dump_json([GivenJob(epoch=missing[0], status=TrainingStatusEnum.COMPLETED)], exclude_defaults=True)
+    entry = _entry(missing[0])
+    example = f" beside the others, e.g. {entry}" if given else f", e.g. [{entry}]"
     return (
         f"{path}: no reference to the training job of epoch {several}, so the backend cannot be asked how it ended; "
-        f"look there, and write it in the file{' beside the others' if given else ''}, e.g. {entry.decode()} "
-        '(or "failed"), for each of these epochs'
+        f'look there, and write it in the file{example} (or "failed"), for each of these epochs'
     )
+
+
+def _entry(epoch: int) -> str:
+    """The text in the file for a job that is completed."""
+    return GivenJob(epoch=epoch, status=TrainingStatusEnum.COMPLETED).model_dump_json(exclude_defaults=True)

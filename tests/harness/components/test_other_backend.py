@@ -340,6 +340,33 @@ def test_only_jobs_that_can_have_been_in_training_must_be_known_to_resume_a_run(
     asyncio.run(scenario())
 
 
+def test_a_backend_that_no_longer_knows_a_job_leaves_the_resumed_run_open_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = EpochwiseRig(tmp_path, written(tmp_path))
+    kept = tmp_path / "training_jobs" / "run-1.json"
+
+    async def unknown(self: OtherBackend, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+        raise KeyError("job 1")
+
+    async def scenario() -> None:
+        await killed_while_it_waits(rig, monkeypatch, 1)
+        monkeypatch.setattr(OtherBackend, "wait_until_complete", unknown)
+        with pytest.raises(ConfigError) as raised:
+            await conducted(rig, resume=True)
+        message = str(raised.value)
+        assert message.startswith(
+            f"{kept}: the training backend did not say how the training job of epoch 1 ended: Key"
+        )
+        entry = '{"epoch":1,"status":"completed"}'
+        assert message.endswith(f'write how it ended in the file beside the others, e.g. {entry} (or "failed")')
+        assert not await rig.events("groups", RunEnded)
+        kept.write_text(kept.read_text().rstrip().removesuffix("]") + f", {entry}]")
+        assert (await conducted(rig, resume=True)).status == "completed"
+
+    asyncio.run(scenario())
+
+
 def test_a_reference_that_is_not_json_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = EpochwiseRig(tmp_path, written(tmp_path))
     submit = OtherBackend.submit
