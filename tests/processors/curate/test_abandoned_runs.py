@@ -154,8 +154,9 @@ def test_signs_of_life_are_not_remembered_one_by_one(partition):
 def test_an_idle_timeout_beyond_all_times_stops_no_other_run(partition, make_closed):
     partition.start_run("endless", idle_timeout_s=1e306)
     tasks = partition.start(tasks_per_epoch=3, num_generations=2)
+    sent = []
     for number, task in enumerate(tasks):
         steps_at = StepsRange(partition=0, first_offset=number, last_offset=number)
-        sent = partition.write(make_closed(task, [0.0, 1.0], steps_at=steps_at, time_ms=number * 2**51))
+        sent += partition.write(make_closed(task, [0.0, 1.0], steps_at=steps_at, time_ms=number * 2**51))
     assert not [event for event in sent if isinstance(event, RunEnded)]
     assert [event for event in sent if isinstance(event, EpochSealed)]
