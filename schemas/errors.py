@@ -134,10 +134,9 @@ class ModelError(RollstreamError):
 
 
 class PromptRefusedError(ModelError):
-    """The model cannot take this prompt; it can take others."""
+    """The model cannot take this prompt; it can take others. `param`: the sampling option that is the reason, if any."""
 
     param: str | None = None
-    """Name of a sampling option, if the prompt is refused because of it."""
 
 
 class PromptTooLongError(PromptRefusedError):
