@@ -134,7 +134,7 @@ class ModelError(RollstreamError):
 
 
 class PromptRefusedError(ModelError):
-    """The model cannot take this prompt; it can take others. `param`: the sampling option that is the reason, if any."""
+    """The model cannot take this prompt; it can take others. `param`: the sampling option that it refuses, if any."""
 
     param: str | None = None
 
