@@ -1,6 +1,7 @@
 """Recomputes rewards of recorded rollouts with other reward functions or weights. Calls no model and no tool."""
 
 import copy
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from rollstream.schemas.events.recorded import INPUT, RECORDED
 from rollstream.schemas.events.rollouts import GroupEvent, RolloutEvent
 from rollstream.schemas.permissions import NOTHING, Permissions
 from rollstream.schemas.settings import RolloutSettings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -148,9 +151,10 @@ async def _grade(ended: RolloutEnded, attempt: _Attempt, seed: int, grading: Gra
         rewards = await _rewards(ended, attempt, steps, seed, grading)
         if grading.now.missing_score != "unneeded":
             _check_scored(ended, steps, rewards, grading.now)
-    except NoScoreError:
+    except NoScoreError as error:
         if grading.now.missing_score == "error" and not ended.missing_scores:
             raise
+        logger.info("rollout %s is left out as no_score: %s", ended.rollout_id, error)
         return {ids.trajectory_id(ended.rollout_id, agent): None for agent in agents}
     weights = grading.now.reward_weights
     return {ids.trajectory_id(ended.rollout_id, agent): sum_rewards(rewards, agent, weights).total for agent in agents}

@@ -16,7 +16,7 @@ from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.replay.source import of_type, read_run
 from rollstream.replay.training import train
 from rollstream.replay.verify import verify
-from rollstream.schemas.errors import ConfigError, EnvironmentRunError
+from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
     BatchPlanned,
     RewardRecorded,
@@ -195,9 +195,13 @@ def test_a_what_if_that_would_need_a_judge_is_refused(recorded, changes, reporte
         asked(recorded[0], changes)
 
 
-def test_a_what_if_without_any_reward_is_refused(recorded):
+def test_a_what_if_without_any_reward_is_refused_with_the_reason_of_each_rollout_in_the_log(recorded, caplog):
     run, _ = recorded
     evaluators = {"none": {"_type": "exact_match", "agent": "nobody"}}
     changes = {"eval": {"evaluators": evaluators}, "finetuning": {"reward_function": {"name": "none"}}}
-    with pytest.raises(EnvironmentRunError, match=r"eval\.evaluators\.none: the rollout has no answer by agent nobody"):
+    with (
+        caplog.at_level("INFO"),
+        pytest.raises(ConfigError, match=r"nothing is left to train \(\d+ no_score\); .*change the rewards"),
+    ):
         asked(run, changes)
+    assert "eval.evaluators.none: the rollout has no answer by agent nobody" in caplog.text
