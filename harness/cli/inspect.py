@@ -157,7 +157,7 @@ def schema(topic_prefix: str) -> None:
 
     from rollstream.eventlog.kafka.asyncapi import asyncapi_document
 
-    click.echo(orjson.dumps(asyncapi_document(topic_prefix), option=orjson.OPT_INDENT_2))
+    click.echo(orjson.dumps(asyncapi_document(topic_prefix), option=orjson.OPT_INDENT_2).decode())
 
 
 @click.command("tiny-model")
