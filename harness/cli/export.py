@@ -65,7 +65,7 @@ def export(run: str, output: Path | None, bootstrap_servers: str | None, workspa
 
 def _check_unused(options: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
     for name in names:
-        if options[name] not in (None, False):
+        if options[name] is not None and options[name] is not False:
             raise click.UsageError(f"--{'from' if name == 'source' else name} {reason}")
 
 

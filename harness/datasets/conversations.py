@@ -6,6 +6,7 @@ from typing import Any
 
 from rollstream.harness.components.trajectories import completions_of
 from rollstream.producers.rollout.reply import AnswerParts, parts_of
+from rollstream.producers.rollout.scored_answers import CANDIDATE, is_played
 from rollstream.producers.traces.messages import answer_of, prompt_of
 from rollstream.schemas.events import GroupClosed, StepRecorded, TrajectoryAssembled
 from rollstream.schemas.events.intermediate_steps import IntermediateStepPayload
@@ -45,14 +46,19 @@ class RecordedTrajectory:
     """Steps of its rollout by index."""
 
     def conversations(self) -> Iterator[ChatConversation | None]:
-        """One conversation per training sequence; None for a sequence whose last call has no chat messages.
+        """One conversation per training sequence; None for a sequence whose last call has no chat messages. Those that
+        end with a compared answer which was not played are left out.
 
         A sequence whose messages another one goes on from, with other tokens, is part of that one's conversation.
         """
         starts = self._starts()
+        candidates = [step for step in self.steps.values() if step.name == CANDIDATE and not is_played(step)]
+        unplayed = {(step.metadata or {}).get("step_index") for step in candidates}
         found: list[ChatConversation | None] = []
         for sequence in self.assembled.sequences:
             indices = [part.step_index for part in sequence.completions]
+            if indices[-1] in unplayed:
+                continue
             calls = [self.steps[index] for index in indices if index in self.steps]
             found.append(_conversation(calls, starts) if len(calls) == len(indices) else None)
         yield from _joined(found)

@@ -10,6 +10,7 @@ from nat.atif import Trajectory
 from rollstream.harness.datasets.atif import atif
 from rollstream.harness.datasets.conversations import RecordedTrajectory
 from rollstream.harness.datasets.training_rows import RowOptions, Tally, openai_chat, trl_dpo, trl_kto, trl_sft
+from rollstream.producers.rollout.scored_answers import CANDIDATE
 from rollstream.schemas.events import GroupClosed, StepRecorded, TrajectoryAssembled
 from rollstream.schemas.events.rollouts import Completion, TokenSequence
 from rollstream.schemas.events.training import MemberRef
@@ -169,6 +170,12 @@ def test_scored_answers_to_one_prompt_are_a_pair_of_that_turn() -> None:
     (row,), left_out = rows(trl_dpo, replace(found, assembled=assembled))
     assert (row["prompt"], row["chosen"], row["rejected"]) == (turns, [assistant("9")], [assistant("4")])
     assert (row["score_chosen"], row["score_rejected"], left_out) == (0.9, 0.2, {})
+    compared = [
+        step(n + 3, turns, "", name=CANDIDATE, event_type="TTC_END", metadata={"step_index": n, "is_selected": n == 1})
+        for n in (1, 2)
+    ]
+    (row,), _ = rows(trl_sft, replace(found, steps={**found.steps, **{one.step_index: one for one in compared}}))
+    assert row["messages"] == [*turns, assistant("4")]
 
 
 def test_labels_compare_with_the_mean_of_the_group_or_the_smallest_reward() -> None:

@@ -5,11 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from nat.atif import Trajectory
 
+from rollstream.harness.cli.export import export as export_command
 from rollstream.harness.cli.main import rollstream
+from rollstream.harness.datasets.writing import FORMATS
 from rollstream.replay.archive.manifest import read_manifest
 from rollstream.schemas.errors import ConfigError
 
@@ -43,6 +46,12 @@ def test_every_format_has_the_run_s_rollouts(tmp_path: Path) -> None:
     assert {row["rollout_id"]: row["label"] for row in labelled} == {name: at >= 0.5 for name, at in rewards.items()}
 
 
+def test_the_command_offers_every_format() -> None:
+    (kind,) = [option.type for option in export_command.params if option.name == "format"]
+    assert isinstance(kind, click.Choice)
+    assert list(kind.choices) == list(FORMATS)
+
+
 def test_pairs_are_of_scored_candidates_where_a_run_has_them(tmp_path: Path) -> None:
     pairs = rows_of(tmp_path / "dpo.jsonl", "--format", "trl-dpo", of="dpo")
     assert pairs
@@ -63,6 +72,7 @@ def test_a_run_without_validations_has_no_rows_of_them(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ([], "--from needs --format"),
+        (["--format", "trl-kto", "--best"], "--best is for trl-sft, openai-chat and atif"),
         (["--format", "trl-kto", "--partial"], "--partial is for exports without --format"),
         (["--format", "trl-sft", "--weights"], "--weights is for exports without --format"),
         (["--format", "trl-dpo", "--best"], "--best is for trl-sft, openai-chat and atif"),
