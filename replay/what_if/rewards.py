@@ -66,8 +66,9 @@ class Grading:
 
     @property
     def changes_something(self) -> bool:
-        """Whether any reward may come out differently."""
-        return any(getattr(self.before, name) != getattr(self.now, name) for name in OF_REWARDS)
+        """Whether any reward may come out differently, or a rollout without a score be rejected or used."""
+        names = (*OF_REWARDS, "missing_score")
+        return any(getattr(self.before, name) != getattr(self.now, name) for name in names)
 
     @property
     def kept(self) -> frozenset[str]:

@@ -195,6 +195,16 @@ def test_a_missing_score_is_a_rejection_or_unneeded_as_in_a_run(
         assert list(asyncio.run(what_if(task, tmp_path, **changes)).values()) == [reward]
 
 
+@pytest.mark.parametrize(("before", "now", "reward"), [("unneeded", "reject", None), ("reject", "unneeded", 0.0)])
+def test_another_rule_for_missing_scores_is_a_change_of_its_own(
+    before: str, now: str, reward: float | None, tmp_path: Path
+) -> None:
+    task = task_of("test_plays_a_candidate", rewards=("test_no_score",), missing_score=before)
+    other = task.settings.model_copy(update={"missing_score": now})
+    assert Grading(task.settings, other, {}).changes_something
+    assert list(asyncio.run(what_if(task, tmp_path, missing_score=now)).values()) == [reward]
+
+
 @register_environment("test_uses_a_tool")
 async def uses_a_tool(session: Session) -> None:
     """One agent answers, the other one only has a tool called."""
