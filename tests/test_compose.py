@@ -45,6 +45,11 @@ def test_every_service_restarts_is_checked_and_keeps_its_data() -> None:
         assert service["volumes"], name
 
 
+def test_our_services_end_at_sigterm_from_their_first_moment() -> None:
+    """Process 1 of a container gets no signal before it has a handler, unless it is an init."""
+    assert {name for name, service in SERVICES.items() if service.get("init")} == OURS
+
+
 def test_the_broker_keeps_what_the_embedded_one_keeps() -> None:
     embedded = dict(line.split("=", 1) for line in PROPERTIES.splitlines())
     composed = {

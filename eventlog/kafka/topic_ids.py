@@ -154,8 +154,8 @@ def check_topics(folder: Path, cluster_id: str, found: Mapping[str, str] | None)
         if before.get(topic, topic_id) != topic_id:
             raise TruncatedError(
                 f"topic {topic} was deleted and created again (id {before[topic]}, now {topic_id}): its offsets "
-                f"restarted at 0 and earlier records are lost; use another workspace, or remove {path} to continue "
-                f"with the remaining records"
+                f"restarted at 0 and earlier records are lost; use another workspace, or remove {path}, "
+                f"metrics.duckdb and checkpoints/*.position.json there to continue with the remaining records"
             )
     if not found.keys() <= before.keys():
         try:

@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import sys
 
 import click
@@ -118,7 +119,17 @@ def main() -> None:
         _run()
 
 
+def end_at_sigterm() -> None:
+    """End a process 1, as in a container without an init, at SIGTERM until a command has a handler of its own.
+
+    The kernel would drop the signal.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def _run() -> None:
+    end_at_sigterm()
     find_users_modules()
     gc.set_threshold(COLLECT_AFTER)
     try:

@@ -174,7 +174,7 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
         workspace.remember_broker(
             run_request.config.builder.bootstrap_servers,
             block_of_run(run_request.config, workspace),
-            artifact_uri=location.artifact_uri,
+            artifact_uri=run_request.config.adapter.artifact_uri,
         )
         parent = run.started.parent
         display.print(f"run {run.started.run_id}" + (f", branched from {format_fork(parent)}" if parent else ""))

@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 EMBEDDED = "embedded"
 ARTIFACT_URI = "ROLLSTREAM_ARTIFACT_URI"
+ARTIFACTS = "artifacts"
+REMEMBERED = "workspace.json"
 NAMES = ("topic_prefix", "group_prefix")
 GROUP_PREFIX = "rollstream"
 POLL_S = 0.1
@@ -89,15 +91,27 @@ class Workspace:
             os.close(lock)
 
     def artifact_uri(self) -> str:
-        """The artifact URI of this workspace's runs, as written: that of the last run, unless given."""
-        configured = os.environ.get(ARTIFACT_URI) or self._remembered().get("artifact_uri")
-        return str(configured or self.folder / "artifacts")
+        """The artifact URI of this workspace's runs: the given one, that of the last run as written, or its own."""
+        remembered = self._remembered().get("artifact_uri")
+        if isinstance(remembered, str) and self._is_own_elsewhere(Path(remembered)):
+            remembered = None
+        return str(os.environ.get(ARTIFACT_URI) or remembered or self.folder / ARTIFACTS)
+
+    def _is_own_elsewhere(self, remembered: Path) -> bool:
+        """Whether a path is that of the own artifacts before the workspace was moved or copied.
+
+        Earlier versions remembered it where no other store was configured.
+        """
+        before = remembered.parent
+        is_workspace = (before / REMEMBERED).exists() or not before.exists()
+        return remembered.name == ARTIFACTS and is_workspace and (self.folder / ARTIFACTS).is_dir()
 
     def remember_broker(
         self, bootstrap_servers: str, block: Mapping[str, Any] | None = None, *, artifact_uri: str | None = None
     ) -> None:
         """Save the connection settings of this workspace's log for later commands.
 
+        `artifact_uri` is None for the workspace's own artifacts, which a copy of the folder has for itself.
         Secrets of the `kafka:` block are saved only as references to variables or files.
         """
         self._remember(bootstrap_servers=bootstrap_servers, kafka=storable(block or {}), artifact_uri=artifact_uri)
@@ -135,10 +149,10 @@ class Workspace:
         return is_embedded or run_id in remembered.get("trained_runs", [])
 
     def _remember(self, **values: Any) -> None:
-        update_json(self.folder / "workspace.json", lambda known: {**known, **values})
+        update_json(self.folder / REMEMBERED, lambda known: {**known, **values})
 
     def _remembered(self) -> dict[str, Any]:
-        return read_json(self.folder / "workspace.json")
+        return read_json(self.folder / REMEMBERED)
 
 
 @contextmanager

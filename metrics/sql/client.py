@@ -38,6 +38,11 @@ def port_file(workspace: Path) -> Path:
     return workspace / "metrics.json"
 
 
+def folder_id(workspace: Path) -> int:
+    """Identity of a workspace's folder, which a copy of it does not have: its inode."""
+    return workspace.stat().st_ino
+
+
 class NotServedError(QueryError):
     """The metrics service is not up."""
 
@@ -118,10 +123,14 @@ def is_caught_up(workspace: Path) -> bool:
 def _ask_service(workspace: Path, asked: dict[str, Any]) -> _Answered:
     """Ask the service; it is not up, or ends, where there is no answer.
 
-    A port file that a killed service left may name a port that another program has since: its answers are not used.
+    A port file that a killed service left may name a port that another program has since: its answers are not used. In
+    a copied workspace, a port file names the port of the original's service, which is not asked.
     """
     try:
-        port = int(json.loads(port_file(workspace).read_text())["port"])
+        served = json.loads(port_file(workspace).read_text())
+        port, own = int(served["port"]), folder_id(workspace)
+        if served.get("folder", own) != own:
+            return _Answered()
         token = token_file(workspace).read_text().strip()
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return _Answered()

@@ -16,7 +16,7 @@ from rollstream.eventlog.files import write_whole
 from rollstream.eventlog.private import token_in
 from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import Projector
-from rollstream.metrics.sql.client import HOST, MAX_SQL_BYTES, port_file, token_file
+from rollstream.metrics.sql.client import HOST, MAX_SQL_BYTES, folder_id, port_file, token_file
 from rollstream.metrics.sql.lanes import QueryLanes
 from rollstream.metrics.sql.query import Limits
 from rollstream.schemas.errors import QueryError, RollstreamError, first_invalid
@@ -102,7 +102,9 @@ async def listening(service: SqlService, workspace: Path, port: int) -> AsyncIte
                 f"port {port} of {HOST} cannot be used for SQL ({error.strerror}); set another port, or 0 for any"
             ) from error
         taken = int(runner.addresses[0][1])
-        write_whole(port_file(workspace), json.dumps({"port": taken, "pid": os.getpid()}))
+        write_whole(
+            port_file(workspace), json.dumps({"port": taken, "pid": os.getpid(), "folder": folder_id(workspace)})
+        )
         yield taken
     finally:
         port_file(workspace).unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """One embedded broker for all commands that use a workspace at the same time."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,3 +118,17 @@ def test_commands_that_begin_at_the_same_moment_share_one_broker(tmp_path: Path)
         found = list(pool.map(use, range(3)))
     assert len({kafka.bootstrap_servers for kafka, _ in found}) == 1
     assert sorted(is_owner for _, is_owner in found) == [False, False, True]
+
+
+@pytest.mark.parametrize("is_configured", [True, False])
+def test_a_copy_or_a_moved_workspace_has_artifacts_of_its_own(is_configured: bool, tmp_path: Path) -> None:
+    """Also one whose own folder was remembered, as by earlier versions."""
+    original, copy, moved = (tmp_path / name for name in ("original", "copy", "moved"))
+    (original / "artifacts").mkdir(parents=True)
+    store = tmp_path / "store" if is_configured else original / "artifacts"
+    Workspace(original).remember_broker("embedded", artifact_uri=str(store))
+    shutil.copytree(original, copy)
+    assert Workspace(original).artifact_uri() == str(store)
+    assert Workspace(copy).artifact_uri() == str(store if is_configured else copy / "artifacts")
+    original.rename(moved)
+    assert Workspace(moved).artifact_uri() == str(store if is_configured else moved / "artifacts")

@@ -1,6 +1,7 @@
 """The way to a workspace's service: a port that another program has since, and queries that are too long."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.metrics.projection.database import Database
-from rollstream.metrics.sql.client import MAX_SQL_BYTES, is_caught_up, query
+from rollstream.metrics.sql.client import MAX_SQL_BYTES, folder_id, is_caught_up, query
 from rollstream.schemas.errors import QueryError
 from tests.metrics.conftest import empty_file
 
@@ -51,6 +52,18 @@ def another_program(workspace: Path, status: int, body: bytes) -> Iterator[int]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_the_service_of_the_original_is_not_asked_for_a_copy_of_its_workspace(tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.mkdir()
+    empty_file(original)
+    with another_program(original, 200, b'{"columns":["n"],"types":["INTEGER"],"rows":[[7]],"is_cut":false}'):
+        port = {"port": json.loads((original / "metrics.json").read_text())["port"], "folder": folder_id(original)}
+        (original / "metrics.json").write_text(json.dumps(port))
+        shutil.copytree(original, copy)
+        assert query(original, "SELECT 1").rows == ((7,),)
+        assert query(copy, "SELECT 1").rows == ((1,),)
 
 
 @pytest.mark.parametrize(("status", "body"), ANSWERS)

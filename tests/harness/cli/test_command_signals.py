@@ -1,7 +1,9 @@
-"""A what-if that is asked to end by a signal ends the run that it has begun."""
+"""Signals to a command: a what-if ends the run that it has begun, and process 1 ends before it has a handler."""
 
 import asyncio
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -47,3 +49,12 @@ def test_a_hangup_that_is_ignored_ends_nothing() -> None:
         assert run_in_order(work()) == "done"
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_process_1_ends_at_sigterm_while_a_command_is_imported() -> None:
+    program = (
+        "import os, signal, time; own = os.getpid(); os.getpid = lambda: 1\n"
+        "from rollstream.harness.cli.main import end_at_sigterm; end_at_sigterm()\n"
+        "os.kill(own, signal.SIGTERM); time.sleep(60)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 128 + signal.SIGTERM
