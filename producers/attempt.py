@@ -261,6 +261,7 @@ class _AttemptRunner:
         # A reward that a recorded rollout brings under the name of a reward function takes its place.
         came_with_it = {reward.name for reward in self._journal.rewards if self._settings.environment == RECORDED}
         recorded = rewards_after_end(session.recorded, session.rewarded)  # by a process that is gone; they count
+        own = [reward for reward in self._journal.rewards if reward.reward_index not in recorded]
         for index, name in enumerate(names := self._settings.rewards):
             if name in came_with_it or (name, None) in recorded.values():
                 continue
@@ -275,6 +276,7 @@ class _AttemptRunner:
                 stop_reason=stop_reason,
             )
             chosen = table.reward_of(name, self._settings, self._permissions, JudgesRecorder(self._journal))
+            rewards.check_own(name, chosen.location, own)
             with self._missing_allowed(name):
                 values = await rewards.evaluate(chosen.location, chosen.function, rollout)
                 for agent, value in values.items():

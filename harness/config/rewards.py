@@ -109,6 +109,14 @@ def permissions_of(config: RunConfig, env: Mapping[str, str] = os.environ) -> Pe
     return Permissions.of([*named_by(named), *sorted(others)], env)
 
 
+def check_reward_names(config: RunConfig) -> None:
+    """Raises ConfigError for an evaluator or reward function whose name has another meaning where rewards are named."""
+    reserved = {ENVIRONMENT: "the environment's own rewards", OTHERS: "all rewards that reward_weights does not name"}
+    for name in (*config.evaluators, *config.reward_functions):
+        if name in reserved:
+            raise ConfigError(f"{path_of(config, name)}: {name!r} stands for {reserved[name]}; give it another name")
+
+
 def check_evaluators(config: RunConfig, env: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError naming the path of an error in our evaluators' blocks, or of another package's evaluator used
     as a reward."""

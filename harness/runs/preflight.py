@@ -23,6 +23,7 @@ from rollstream.harness.config.rewards import (
     check_evaluators,
     check_examples,
     check_reward,
+    check_reward_names,
     path_of,
     permissions_of,
     warn_weights,
@@ -146,6 +147,7 @@ def _check_validation(config: RunConfig, validation: RunConfig, path: Path, *, i
     try:
         if is_new:
             check_command(load(path))
+            check_reward_names(validation)
             (check_rewards if is_known_here else check_evaluators)(validation)
         elif is_known_here:
             _import_modules(validation)
@@ -226,11 +228,13 @@ def _status(url: str, method: str) -> int:
         return error.code
 
 
-def check_names(config: RunConfig) -> None:
+def check_names(config: RunConfig, *, is_new: bool = True) -> None:
     """Imports the user's modules and looks the environment and the rewards up. Raises ConfigError.
 
     With external services nothing is imported here: the names are resolved there.
     """
+    if is_new:
+        check_reward_names(config)
     warn_weights(config)
     check_trackers(config)
     if config.builder.services == "external":

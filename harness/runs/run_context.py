@@ -112,7 +112,7 @@ def check_run(run_request: RunRequest) -> "list[Example] | None":
     check_paths(config)
     if is_new:
         check_command(run_request.loaded)
-    check_names(config)
+    check_names(config, is_new=is_new)
     check_engines(config)
     if is_new:
         check_sampling(config, run_request.loaded.finetune)

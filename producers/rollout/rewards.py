@@ -115,6 +115,19 @@ async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout
     return {None: finite(name, value)}
 
 
+def check_own(name: str, location: str, own: Iterable[RewardRecorded]) -> None:
+    """Raises RewardError for a reward function that has the name of one of the environment's own rewards.
+
+    Rewards of one name are added, so the function's value would not be the reward that its name chooses.
+    """
+    if any(reward.name == name and not reward.is_score for reward in own):
+        kind, rest = ("evaluator", "") if location != name else ("reward function", ", or the environment's reward")
+        raise RewardError(
+            f"reward {location}: the environment has recorded a reward named {name!r} of its own, and rewards of one "
+            f"name are added; rename the {kind}{rest}"
+        )
+
+
 async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """Return the result of a plain function, or its exception: a future cannot hold every exception (StopIteration).
 

@@ -14,7 +14,7 @@ from rollstream.processors.assemble.trajectories import sum_rewards
 from rollstream.producers.evaluators.table import read, reward_of
 from rollstream.producers.league.draw import is_opponents
 from rollstream.producers.rollout.reply import MAX_TURNS
-from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, evaluate, played
+from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, check_own, evaluate, played
 from rollstream.producers.rollout.scored_answers import is_played
 from rollstream.replay.assembly import Range
 from rollstream.replay.what_if.plan import OF_REWARDS
@@ -171,6 +171,7 @@ async def _rewards(
         kept |= {name for name in grading.now.rewards if name in names and grading.is_unchanged(name)}
     replaced = set(grading.before.rewards) - kept
     rewards = [reward for _, reward in sorted(attempt.first_rewards.items()) if reward.name not in replaced]
+    own = tuple(rewards)
     inputs, messages = _inputs(grading, ended.group_id), _messages(_copied(steps))
     for name in (name for name in grading.now.rewards if name not in kept):
         rollout = FinishedRollout(
@@ -182,6 +183,7 @@ async def _rewards(
             stop_reason=ended.stop_reason,
         )
         chosen = reward_of(name, grading.now, grading.permissions, None)
+        check_own(name, chosen.location, own)
         try:
             values = await evaluate(chosen.location, chosen.function, rollout)
         except NoScoreError:

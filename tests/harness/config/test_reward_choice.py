@@ -1,5 +1,6 @@
 """Rewards that a file names: evaluators, registered functions, foreign blocks, and the fields that examples need."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -208,3 +209,11 @@ def test_a_weight_of_a_misspelt_reward_is_warned_of(config, caplog):
     check_names(config(evaluators, rewards=["brief", "graded"], reward_weights={"breef": 0.1}))
     assert "trajectory_builders.b.reward_weights: breef: no reward of the file has this name, and brief" in caplog.text
     assert "did you mean brief?" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["environment", "*"])
+def test_an_evaluator_with_a_name_that_has_another_meaning_is_refused_before_a_new_run(config, name):
+    found = config({name: {"_type": "regex", "pattern": "a"}}, name)
+    with pytest.raises(ConfigError, match=rf"eval\.evaluators\.{re.escape(name)}: .* give it another name"):
+        check_names(found)
+    check_names(found, is_new=False)

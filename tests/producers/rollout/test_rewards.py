@@ -118,3 +118,21 @@ def test_a_reward_of_the_environment_that_is_wrong_is_a_reward_error(play, argum
     failed = play(task_of("test_bad_reward")).last
     assert failed.cause == "reward_error"
     assert words in failed.message
+
+
+def test_an_evaluator_named_like_a_reward_of_the_environment_fails_the_attempt(play):
+    evaluators = {"reward": {"_type": "regex", "pattern": "5"}, "form": {"_type": "regex", "pattern": "5"}}
+    failed = play(task_of(rewards=("form", "reward"), evaluators=evaluators), answers("5")).last
+    assert failed.cause == "reward_error"
+    assert "reward eval.evaluators.reward: the environment has recorded a reward named 'reward'" in failed.message
+    assert failed.message.endswith("rename the evaluator")
+
+
+def test_a_score_of_candidates_is_no_reward_that_a_function_of_its_name_is_added_to(play):
+    @register_environment("test_scored_candidates")
+    async def scored(session):
+        replies = await session.sample([{"role": "user", "content": "?"}], 2)
+        await session.score(replies, [1.0, 0.0], selected=0)
+
+    form = {"score": {"_type": "regex", "pattern": "5"}}
+    play(task_of("test_scored_candidates", rewards=("score",), evaluators=form), answers("5")).assert_complete()

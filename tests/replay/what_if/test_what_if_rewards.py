@@ -11,7 +11,7 @@ from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.recorded.tasks import tasks_of
 from rollstream.producers.attempt import run_rollout
 from rollstream.producers.rollout.registry import register_environment, register_reward
-from rollstream.producers.rollout.rewards import FinishedRollout
+from rollstream.producers.rollout.rewards import FinishedRollout, RewardError
 from rollstream.producers.rollout.session import Session
 from rollstream.replay.assembly import Range
 from rollstream.replay.what_if.rewards import Grading, grade
@@ -177,6 +177,12 @@ def test_a_reward_that_came_with_a_recorded_rollout_stays_and_no_function_sees_t
     (task,) = tasks_of([group], run_id="run-1", job_id="run-1/rl", epoch=0, settings=settings, time_ms=1)
     assert list(asyncio.run(what_if(task, tmp_path, **changes)).values()) == [reward]
     assert seen == SEEN
+
+
+def test_an_evaluator_named_like_a_reward_that_the_environment_gave_is_refused(tmp_path: Path) -> None:
+    changes = {"rewards": ("reward",), "evaluators": {"reward": {"_type": "regex", "pattern": "plays"}}}
+    with pytest.raises(RewardError, match=r"eval\.evaluators\.reward: the environment has recorded a reward"):
+        asyncio.run(what_if(task_of(), tmp_path, **changes))
 
 
 @register_reward("test_no_score")
