@@ -78,15 +78,17 @@ def _is_wanted(row: Any, chosen: DatasetFilter | None) -> bool:
 
 
 def _fits(value: Any, patterns: Iterable[Any]) -> bool:
-    """Whether a value matches a pattern; a number, true or false also match texts of CSV that are written otherwise."""
+    """Whether a value matches a pattern; a number, true or false also match what is written otherwise (3 and 3.0)."""
     return any(_matches(value, pattern) for pattern in patterns)
 
 
 def _matches(value: Any, pattern: Any) -> bool:
     if isinstance(pattern, bool):
         return str(value).lower() == str(pattern).lower()
-    if isinstance(pattern, int | float) and isinstance(value, str) and _is_number(value):
-        return float(value) == pattern
+    if isinstance(pattern, int | float) and not isinstance(value, bool):
+        number = float(value) if isinstance(value, str) and _is_number(value) else value
+        if isinstance(number, int | float):
+            return number == pattern
     texts = {str(value), json.dumps(value)} if isinstance(value, bool) else {str(value)}
     return any(fnmatch.fnmatch(text, str(pattern)) for text in texts)
 

@@ -225,6 +225,16 @@ def test_a_filter_compares_numbers_of_a_csv_that_are_written_otherwise(tmp_path:
     ] == ["b"]
 
 
+@pytest.mark.parametrize("pattern", [3, 3.0])
+def test_a_filter_compares_numbers_by_their_value(tmp_path: Path, pattern: float) -> None:
+    rows = [{"id": "a", "n": 3.0}, {"id": "b", "n": 3}, {"id": "c", "n": 3.5}, {"id": "d", "n": True}]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    parquet(tmp_path, "FROM (VALUES ('a', 3.0::DOUBLE), ('b', 3), ('c', 3.5), ('d', 1)) AS t(id, n)")
+    for kind in ("json", "parquet"):
+        denied = read(tmp_path / f"d.{kind}", filter={"denylist": {"field": {"n": [pattern]}}})
+        assert [example.example_id for example in denied] == ["c", "d"], kind
+
+
 def test_examples_of_ones_own_environment_that_are_not_mappings_name_its_class(
     written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
