@@ -180,7 +180,8 @@ def _queries(run_id: str) -> dict[Series, str]:
         "filtered_avg_reward: filtered_avg_reward, groups: groups, trained_groups: trained_groups, "
         "zero_variance_groups: zero_variance_groups, curriculum_percentile: curriculum_percentile, "
         "num_trajectories: num_trajectories, num_tokens: num_tokens, num_batches: num_batches, seconds: seconds} "
-        f"AS vals FROM epoch_summary WHERE run_id = {run} AND state = 'sealed' AND started_at IS NOT NULL",
+        f"AS vals FROM epoch_summary WHERE run_id = {run} AND state = 'sealed' "
+        f"AND (started_at IS NOT NULL OR {is_over})",
         "validation": "SELECT v.job_id, v.epoch AS step, epoch_ms(v.ended_at) AS time_ms, {avg_reward: v.avg_reward, "
         "reward_std: v.reward_std, groups: v.groups, num_trajectories: v.num_trajectories, version: v.version} AS vals "
         f"FROM validations v WHERE v.run_id = {run} AND (epoch_ms(v.ended_at) <= epoch_ms(now()) - {SETTLED_MS} OR "

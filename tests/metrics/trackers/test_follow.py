@@ -14,7 +14,7 @@ from rollstream.metrics.trackers.points import jobs_of, new_keys, points_of
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import RollstreamError
-from rollstream.schemas.events import GroupClosed, RunEnded, TaskRequested
+from rollstream.schemas.events import EpochStarted, GroupClosed, RunEnded, TaskRequested
 from rollstream.schemas.trackers import CustomTrackerSettings
 from tests.metrics.trackers.conftest import RUN, Crash, KeptTracker, Projected, asking
 
@@ -76,6 +76,16 @@ def test_points_of_a_run_have_their_values_by_name(projected: Projected, run_eve
     assert sealed["epoch/avg_reward"] == pytest.approx((0.3 + 0.3 + 0.5) / 3)
     assert sealed["epoch/curriculum_percentile"] == 0.5
     assert sealed["epoch/zero_variance_groups"] == 1
+
+
+def test_epochs_that_never_started_such_as_a_what_ifs_are_sent_once_the_run_is_over(
+    projected: Projected, run_events: list[Event]
+) -> None:
+    tracker, found = KeptTracker(), [event for event in run_events if not isinstance(event, EpochStarted)]
+    send_to_the_end(tracker, projected([event for event in found if not isinstance(event, RunEnded)]))
+    assert "epoch" not in {series for series, _ in steps(tracker)[RL]}
+    send_to_the_end(tracker, projected([event for event in found if isinstance(event, RunEnded)]))
+    assert sorted(steps(tracker)[RL]) == sorted(EXPECTED[RL])
 
 
 def test_a_growing_run_is_sent_in_steps(projected: Projected, run_events: list[Event]) -> None:
