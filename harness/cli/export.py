@@ -1,6 +1,7 @@
 """Commands `export` and `rebuild`."""
 
 import asyncio
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,12 @@ from rollstream.schemas.errors import TruncatedError
 
 if TYPE_CHECKING:
     from rollstream.replay.source import RunEvents
+
+
+def _not_nan(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("no reward can be compared with nan; give a number")
+    return value
 
 
 @click.command()
@@ -41,7 +48,12 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, file_okay=False),
     help="Read an export instead of the topics (with --format).",
 )
-@click.option("--min_reward", type=float, help="Smallest reward of what is to be learned (with --format).")
+@click.option(
+    "--min_reward",
+    type=float,
+    callback=_not_nan,
+    help="Smallest reward of what is to be learned (with --format).",
+)
 @click.option("--best", is_flag=True, help="Take only the best rollout of each group (trl-sft, openai-chat, atif).")
 @click.option("--agent", help="Take only this agent's trajectories (with --format).")
 @click.option("--validation", is_flag=True, help="Take rollouts of validations instead of training (with --format).")

@@ -42,3 +42,10 @@ def test_the_option_for_what_is_left_is_proposed_and_obeyed(tmp_path: Path, monk
     assert str(error).endswith("; --partial exports what is left")
     error = CliRunner().invoke(export, [*asked, "--partial"]).exception
     assert isinstance(error, ArtifactError)  # all records are exported; this workspace has no artifacts
+
+
+def test_a_smallest_reward_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    asked = ["run-1", "--format", "trl-sft", "--min_reward", "nan", "--output", str(tmp_path / "rows.jsonl")]
+    result = CliRunner().invoke(export, asked)
+    assert result.exit_code == 2
+    assert "no reward can be compared with nan; give a number" in result.output
