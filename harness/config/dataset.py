@@ -247,6 +247,7 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
     """
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     rows: Rows = []
+    limit = csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # of the process; examples have their own
     try:
         for row in reader:
             location = f"dataset {path} line {reader.line_num}"
@@ -260,6 +261,8 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
         raise ConfigError(
             f"dataset {path} line {reader.line_num + 1}: not valid CSV: {error}; correct the line"
         ) from error
+    finally:
+        csv.field_size_limit(limit)
     return rows
 
 

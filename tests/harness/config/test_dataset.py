@@ -1,5 +1,6 @@
 """Datasets of every type that is read here: rows to examples, filters, and the standard names of columns."""
 
+import csv
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import duckdb
 import pytest
 
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.dataset import Example, read_dataset, section_of
+from rollstream.harness.config.dataset import MAX_INPUT_BYTES, Example, read_dataset, section_of
 from rollstream.harness.runs.plan import examples_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import DatasetSection
@@ -161,6 +162,16 @@ def test_a_number_of_csv_keeps_its_text(tmp_path: Path) -> None:
     assert (first.example_id, second.example_id) == ("3.1", "3.10")
     assert list(first.inputs.values()) == [*texts, *numbers]
     assert [type(value) for value in first.inputs.values()] == [str] * 6 + [float, float, int, int, float]
+
+
+def test_a_large_value_of_csv_is_limited_as_in_any_other_file(tmp_path: Path) -> None:
+    limit = csv.field_size_limit()
+    (tmp_path / "d.csv").write_text(f"id,q\n1,{'x' * 2 * limit}\n")
+    assert read(tmp_path / "d.csv") == [Example("1", {"q": "x" * 2 * limit})]
+    (tmp_path / "d.csv").write_text(f"id,q\n1,{'x' * (MAX_INPUT_BYTES + 1)}\n")
+    with pytest.raises(ConfigError, match=f"example '1' has .* bytes of inputs, more than {MAX_INPUT_BYTES}"):
+        read(tmp_path / "d.csv")
+    assert csv.field_size_limit() == limit
 
 
 def test_columns_of_the_structure_also_have_their_standard_names(tmp_path: Path) -> None:
