@@ -249,6 +249,10 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
     rows: Rows = []
     limit = csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # of the process; examples have their own
     try:
+        names = reader.fieldnames or ()
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"dataset {path} line {reader.line_num}: duplicate column {name!r}; rename one")
         for row in reader:
             location = f"dataset {path} line {reader.line_num}"
             if None in row or None in row.values():

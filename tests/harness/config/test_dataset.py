@@ -174,6 +174,12 @@ def test_a_large_value_of_csv_is_limited_as_in_any_other_file(tmp_path: Path) ->
     assert csv.field_size_limit() == limit
 
 
+def test_two_columns_of_csv_with_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("id,a,a\n1,2,3\n")
+    with pytest.raises(ConfigError, match=r"d\.csv line 1: duplicate column 'a'; rename one"):
+        read(tmp_path / "d.csv")
+
+
 def test_columns_of_the_structure_also_have_their_standard_names(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"key": "k", "q": "2+2=", "expected": "4", "more": 1}')
     structure = {"question_key": "q", "answer_key": "expected", "generated_answer_key": "made"}
