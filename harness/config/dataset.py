@@ -15,11 +15,14 @@ from typing import Any, NamedTuple, cast
 
 import orjson
 
+from rollstream.harness.config.checks import warn_meaningless
 from rollstream.schemas.errors import ConfigError, QueryError
 from rollstream.schemas.evaluators import DatasetFilter, DatasetSection, DatasetStructure
 
 MAX_INPUT_BYTES = 512 * 1024
 """Maximum size of one example as JSON; a task carries it, and a record of `tasks` has at most 1 MiB."""
+MAX_SHOWN = 12
+"""Keys or columns that a message lists."""
 
 
 ID_KEY: str = DatasetSection.model_fields["id_key"].default
@@ -42,6 +45,8 @@ def read_dataset(section: DatasetSection) -> list[Example]:
     if not rows:
         raise ConfigError(f"dataset {path} is empty; add at least one example")
     has_ids = section.id_key != ID_KEY or any(isinstance(row, dict) and ID_KEY in row for _, row in rows)
+    if section.filter is not None:
+        _warn_unknown_columns(section.filter, [row for _, row in rows if isinstance(row, dict)], path)
     kept = [(n, location, row) for n, (location, row) in enumerate(rows) if _is_wanted(row, section.filter)]
     if not kept:
         raise ConfigError(
@@ -64,6 +69,14 @@ def section_of(path: Path, section: DatasetSection | None) -> DatasetSection:
 def validation_section(path: Path, examples: DatasetSection | None) -> DatasetSection:
     """The section of a validation dataset: the columns of the run's examples, but not their filter."""
     return section_of(path, examples.model_copy(update={"filter": None}) if examples else None)
+
+
+def _warn_unknown_columns(chosen: DatasetFilter, rows: Iterable[dict[str, Any]], path: Path) -> None:
+    known = dict.fromkeys(key for row in rows for key in row)
+    for name, entry in (("allowlist", chosen.allowlist), ("denylist", chosen.denylist)):
+        unknown = [column for column in (entry.field if entry else ()) if column not in known]
+        why = f"no row of {path} has this column; its columns are: {', '.join([*known][:MAX_SHOWN])}"
+        warn_meaningless(f"eval.general.dataset.filter.{name}.field", unknown, why)
 
 
 def _is_wanted(row: Any, chosen: DatasetFilter | None) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from rollstream.harness.config.checks import warn
-from rollstream.harness.config.dataset import Example
+from rollstream.harness.config.dataset import MAX_SHOWN, Example
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, nearest
@@ -29,8 +29,6 @@ from rollstream.schemas.settings import OTHERS, RolloutSettings
 
 ENVIRONMENT = "environment"
 """Value of `finetuning.reward_function.name` for the environment's own rewards."""
-MAX_SHOWN = 12
-"""Keys of an example that an error lists."""
 
 
 def evaluators_of(config: RunConfig) -> dict[str, dict[str, JsonValue]]:

@@ -219,6 +219,14 @@ def test_a_filter_keeps_what_is_allowed_and_not_denied(tmp_path: Path, chosen: A
     assert [example.example_id for example in read(tmp_path / "d.json", filter=chosen)] == kept
 
 
+def test_a_filter_of_a_column_that_no_row_has_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "d.json").write_text(json.dumps([{"id": "a", "level": 1}, {"id": "b", "share": 2}]))
+    read(tmp_path / "d.json", filter={"allowlist": {"field": {"share": [2]}}, "denylist": {"field": {"levle": [1]}}})
+    (warning,) = caplog.messages
+    assert warning.startswith("eval.general.dataset.filter.denylist.field: levle: accepted, but ignored here (no row ")
+    assert warning.endswith("d.json has this column; its columns are: id, level, share)")
+
+
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [*(("d.jsonl", one) for one in (True, "true", "True", "[Tt]rue")), *(("d.csv", one) for one in (True, "True"))],
