@@ -54,8 +54,8 @@ def read_dataset(section: DatasetSection) -> list[Example]:
         )
     examples = [_example(row, location, section.id_key, None if has_ids else n) for n, location, row in kept]
     standard = [
-        example._replace(inputs=_with_standard_names(example.inputs, location, section.structure))
-        for (_, location, _), example in zip(kept, examples, strict=True)
+        example._replace(inputs=_with_standard_names(row, example.inputs, location, section.structure))
+        for (_, location, row), example in zip(kept, examples, strict=True)
     ]
     return _unique(standard, f"dataset {path}")
 
@@ -110,10 +110,12 @@ def _is_number(text: str) -> bool:
     return bool(_INTEGER.fullmatch(text) or _NUMBER.fullmatch(text))
 
 
-def _with_standard_names(inputs: dict[str, Any], location: str, structure: DatasetStructure) -> dict[str, Any]:
+def _with_standard_names(
+    row: Any, inputs: dict[str, Any], location: str, structure: DatasetStructure
+) -> dict[str, Any]:
     """Inputs with the keys that `structure` names also under their standard names. Raises ConfigError."""
     if structure.disable:
-        return {**inputs, "question": json.dumps(inputs)}
+        return {**inputs, "question": json.dumps(row, ensure_ascii=False)}
     if "question_key" in structure.model_fields_set and structure.question_key not in inputs:
         raise ConfigError(
             f"{location} has no key {structure.question_key!r}; set eval.general.dataset.structure.question_key to the "

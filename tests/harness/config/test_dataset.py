@@ -199,9 +199,9 @@ def test_rows_without_ids_are_numbered_by_their_place_in_the_file(tmp_path: Path
 
 
 def test_without_a_structure_the_row_is_the_question(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text('{"id": "k", "a": 1}')
+    (tmp_path / "d.jsonl").write_text('{"id": "k", "a": "é"}', encoding="utf-8")
     (found,) = read(tmp_path / "d.jsonl", structure={"disable": True})
-    assert found.inputs == {"a": 1, "question": '{"a": 1}'}
+    assert found.inputs == {"a": "é", "question": '{"id": "k", "a": "é"}'}
 
 
 @pytest.mark.parametrize(
