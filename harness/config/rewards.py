@@ -141,17 +141,15 @@ def check_reward(config: RunConfig, name: str, env: Mapping[str, str] = os.envir
 
 
 def check_examples(config: RunConfig, examples: Iterable[Example], location: str) -> None:
-    """Raises ConfigError naming the first example whose inputs lack what an evaluator or a teacher of the run needs.
+    """Raises ConfigError naming the first example whose inputs lack what an evaluator or a teacher of the run needs, or
+    whose answer an evaluator cannot score.
 
     `location`: the source of the examples, for the message.
     """
     from rollstream.producers.evaluators.table import read
 
-    needed = [
-        (f"{SECTION}.{name}.{field}", key)
-        for name, block in evaluators_of(config).items()
-        for field, key in _keys(read(name, block, permissions_of(config)))
-    ]
+    evaluators = {name: read(name, block, permissions_of(config)) for name, block in evaluators_of(config).items()}
+    needed = [(f"{SECTION}.{name}.{field}", key) for name, one in evaluators.items() for field, key in _keys(one)]
     teachers = [teacher_of(one.adapter.algorithm) for one in config.trained().values()]
     keys = dict.fromkeys(key for teacher in teachers if teacher is not None for key in teacher.keys)
     needed += [(f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.context", key) for key in keys]
@@ -162,6 +160,20 @@ def check_examples(config: RunConfig, examples: Iterable[Example], location: str
                 raise ConfigError(
                     f"{path}: example {example.example_id!r} of {location} has no key {key!r}; its keys are: {shown}"
                 )
+        for name, one in evaluators.items():
+            _check_answer(f"{SECTION}.{name}.answer_key: example {example.example_id!r} of {location}", one, example)
+
+
+def _check_answer(location: str, evaluator: Evaluator, example: Example) -> None:
+    from rollstream.producers.evaluators.builtin import check_answer
+    from rollstream.producers.rollout.rewards import RewardError
+
+    key = answer_key(evaluator)
+    try:
+        if key is not None:
+            check_answer(location, evaluator, example.inputs[key])
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _keys(config: Evaluator) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from rollstream.producers.rollout.reply import text_of
 from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, RewardError, RewardFunction
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import (
+    Evaluator,
     ExactMatch,
     JsonSchemaMatch,
     NumericMatch,
@@ -59,11 +60,26 @@ def final_answer(location: str, rollout: FinishedRollout, agent: str | None = No
 
 
 def right_answer(location: str, rollout: FinishedRollout, key: str, field: str = "answer_key") -> Any:
-    """The value of a key in the example's inputs. Raises RewardError naming the path in the file."""
+    """The value of a key in the example's inputs; of an answer not null. Raises RewardError naming the path."""
     if key not in rollout.inputs:
         known = ", ".join(rollout.inputs) or "none"
         raise RewardError(f"{location}.{field}: the example's inputs have no key {key!r}; name one of: {known}")
-    return rollout.inputs[key]
+    found = rollout.inputs[key]
+    if field == "answer_key":
+        _check_given(f"{location}.{field}", found)
+    return found
+
+
+def _check_given(location: str, answer: Any) -> None:
+    if answer is None:
+        raise RewardError(f"{location}: the answer of the example is null; add it, or leave the example out")
+
+
+def check_answer(location: str, config: Evaluator, answer: Any) -> None:
+    """Raises RewardError naming the location of a right answer with which no response can be compared."""
+    _check_given(location, answer)
+    if isinstance(config, NumericMatch):
+        _number(location, answer)
 
 
 # ---- evaluators ----
@@ -84,21 +100,26 @@ def _plain(text: str, config: ExactMatch) -> str:
 
 def _numeric_match(location: str, config: NumericMatch) -> RewardFunction:
     def score(rollout: FinishedRollout) -> float:
-        given = right_answer(location, rollout, config.answer_key)
-        right = numbers(text_of(given).rpartition(FINAL_ANSWER)[2])
-        if len(right) != 1 or isinstance(given, bool):
-            count = "no number" if not right or isinstance(given, bool) else f"{len(right)} numbers"
-            raise RewardError(
-                f"{location}.answer_key: the answer {text_of(given)!r} of the example contains {count}; correct it "
-                f"(behind {FINAL_ANSWER}, if it has one, is the answer), or name another key"
-            )
+        right = _number(f"{location}.answer_key", right_answer(location, rollout, config.answer_key))
         found = numbers(final_answer(location, rollout, config.agent))
         if not found or (config.take == "only" and len(found) > 1):
             return 0.0
         number = found[0 if config.take == "first" else -1]
-        return float(abs(number - right[0]) <= config.tolerance)
+        return float(abs(number - right) <= config.tolerance)
 
     return score
+
+
+def _number(location: str, answer: Any) -> float:
+    """The number of a right answer. Raises RewardError."""
+    right = numbers(text_of(answer).rpartition(FINAL_ANSWER)[2])
+    if len(right) != 1 or isinstance(answer, bool):
+        count = "no number" if not right or isinstance(answer, bool) else f"{len(right)} numbers"
+        raise RewardError(
+            f"{location}: the answer {text_of(answer)!r} of the example contains {count}; correct it "
+            f"(behind {FINAL_ANSWER}, if it has one, is the answer), or name another key"
+        )
+    return right[0]
 
 
 def numbers(text: str) -> list[float]:

@@ -1,5 +1,6 @@
 """Rewards that a file names: evaluators, registered functions, foreign blocks, and the fields that examples need."""
 
+import json
 import re
 from pathlib import Path
 
@@ -113,6 +114,22 @@ def test_a_row_without_the_key_is_named_before_the_run(config, block, reported):
     with pytest.raises(ConfigError, match=reported):
         check_datasets(found, is_new=True)
     check_datasets(found, is_new=False)
+
+
+@pytest.mark.parametrize(
+    ("block", "answer", "reported"),
+    [
+        ({"_type": "numeric_match"}, "1/2", "the answer '1/2' of the example contains 2 numbers; correct it"),
+        ({"_type": "exact_match"}, None, "the answer of the example is null; add it, or leave the example out"),
+        (JUDGE | {"prompt": "{answer} {response}"}, None, "the answer of the example is null"),
+    ],
+)
+def test_a_row_whose_answer_can_never_be_scored_is_named_before_the_run(config, tmp_path, block, answer, reported):
+    found = config({"e": block, "unused": {"_type": "numeric_match"}}, "e")
+    rows = [{"id": "a", "answer": "none" if block["_type"] != "numeric_match" else 2}, {"id": "b", "answer": answer}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ConfigError, match=rf"eval\.evaluators\.e\.answer_key: example 'b' of dataset .*: {reported}"):
+        check_datasets(found, is_new=True)
 
 
 def test_rows_need_no_more_than_the_evaluator_looks_at(config):

@@ -119,12 +119,18 @@ def test_numeric_match_compares_one_number(options, response, answer, wanted):
     assert score({"_type": "numeric_match"} | options, response, answer=answer) == wanted
 
 
-@pytest.mark.parametrize(
-    ("answer", "found"), [("none", "no number"), (None, "no number"), (True, "no number"), ("1/2", "2 numbers")]
-)
+@pytest.mark.parametrize(("answer", "found"), [("none", "no number"), (True, "no number"), ("1/2", "2 numbers")])
 def test_an_answer_without_a_number_or_with_several_is_an_error_that_names_the_path(answer, found):
     with pytest.raises(rewards.RewardError, match=rf"eval\.evaluators\.e\.answer_key: .* contains {found}"):
         score({"_type": "numeric_match"}, "4", answer=answer)
+
+
+@pytest.mark.parametrize(
+    "block", [{"_type": "exact_match"}, {"_type": "regex", "pattern": ".*", "answer_key": "answer"}]
+)
+def test_an_example_without_an_answer_is_an_error_and_equals_no_response(block):
+    with pytest.raises(rewards.RewardError, match=r"eval\.evaluators\.e\.answer_key: the answer .* is null; add it"):
+        score(block, "null", answer=None)
 
 
 @pytest.mark.parametrize(
