@@ -10,6 +10,7 @@ import click
 import pytest
 
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.harness.cli.export import export
 from rollstream.harness.cli.main import rollstream
 from rollstream.metrics.projection.database import Database, connect
 from rollstream.metrics.projection.projector import project_to_end
@@ -24,13 +25,18 @@ _ASKED = re.compile(r'rollstream sql "([^"]+)"')
 _OURS = re.compile(r"^(?:\$ )?(?:docker compose run --rm \w+|rollstream) (.*)$")
 
 
-def commands() -> Iterator[list[str]]:
-    """Arguments of every `rollstream` command in a shell block, also of those that are run in a container."""
+def command_blocks() -> Iterator[list[list[str]]]:
+    """Arguments of every `rollstream` command of each shell block, also of those that are run in a container."""
     for path in DOCUMENTS:
         for block in _SHELL.findall(path.read_text(encoding="utf-8")):
-            for line in block.replace("\\\n", " ").replace(" && ", "\n").splitlines():
-                if ours := _OURS.match(line.strip()):
-                    yield shlex.split(ours[1], comments=True)
+            lines = block.replace("\\\n", " ").replace(" && ", "\n").splitlines()
+            found = (_OURS.match(line.strip()) for line in lines)
+            yield [shlex.split(ours[1], comments=True) for ours in found if ours]
+
+
+def commands() -> Iterator[list[str]]:
+    for block in command_blocks():
+        yield from block
 
 
 def queries() -> Iterator[str]:
@@ -51,6 +57,15 @@ def test_a_command_of_the_documents_has_the_options_that_it_is_shown_with(argume
         command = found
     _, left_over, _ = command.make_parser(click.Context(command)).parse_args(list(arguments))
     assert left_over == []
+
+
+def test_exports_of_a_block_write_different_files() -> None:
+    for block in command_blocks():
+        written = list[str]()
+        for command in (one[1:] for one in block if one[0] == "export"):
+            params = export.make_context("export", command, resilient_parsing=True).params
+            written.append(str(params["output"] or f"{params['run']}-{params['format']}"))
+        assert len(written) == len(set(written)), written
 
 
 def test_every_query_of_the_documents_can_be_answered(tmp_path: Path) -> None:
