@@ -146,7 +146,7 @@ def check_examples(config: RunConfig, examples: Iterable[Example], location: str
 
     `location`: the source of the examples, for the message.
     """
-    from rollstream.producers.evaluators.table import read
+    from rollstream.producers.evaluators.table import check_answer, read
 
     evaluators = {name: read(name, block, permissions_of(config)) for name, block in evaluators_of(config).items()}
     needed = [(f"{SECTION}.{name}.{field}", key) for name, one in evaluators.items() for field, key in _keys(one)]
@@ -161,19 +161,8 @@ def check_examples(config: RunConfig, examples: Iterable[Example], location: str
                     f"{path}: example {example.example_id!r} of {location} has no key {key!r}; its keys are: {shown}"
                 )
         for name, one in evaluators.items():
-            _check_answer(f"{SECTION}.{name}.answer_key: example {example.example_id!r} of {location}", one, example)
-
-
-def _check_answer(location: str, evaluator: Evaluator, example: Example) -> None:
-    from rollstream.producers.evaluators.builtin import check_answer
-    from rollstream.producers.rollout.rewards import RewardError
-
-    key = answer_key(evaluator)
-    try:
-        if key is not None:
-            check_answer(location, evaluator, example.inputs[key])
-    except RewardError as error:
-        raise ConfigError(str(error)) from error
+            where = f"{SECTION}.{name}.answer_key: example {example.example_id!r} of {location}"
+            check_answer(where, one, example.inputs)
 
 
 def _keys(config: Evaluator) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pydantic import JsonValue, ValidationError
 from rollstream.producers.evaluators import builtin
 from rollstream.producers.evaluators.judge import Judge
 from rollstream.producers.rollout import registry
-from rollstream.producers.rollout.rewards import Recorder, RewardFunction
+from rollstream.producers.rollout.rewards import Recorder, RewardError, RewardFunction
 from rollstream.schemas.errors import ConfigError, first_invalid
 from rollstream.schemas.evaluators import (
     MODELS,
@@ -22,6 +22,7 @@ from rollstream.schemas.evaluators import (
     JsonSchemaMatch,
     LlmJudge,
     PythonScore,
+    answer_key,
     kind_of,
 )
 from rollstream.schemas.permissions import Permissions, evaluator_path
@@ -96,6 +97,17 @@ def check(name: str, block: Mapping[str, JsonValue], permissions: Permissions) -
     elif not isinstance(config, LlmJudge):
         _build(f"{SECTION}.{name}", config, permissions)
     return config
+
+
+def check_answer(location: str, config: Evaluator, inputs: Mapping[str, JsonValue]) -> None:
+    """Raises ConfigError naming the location of an example's answer that the evaluator can score nothing by."""
+    key = answer_key(config)
+    if key is None:
+        return
+    try:
+        builtin.check_answer(location, config, inputs[key])
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_allowed(location: str, config: Evaluator, permissions: Permissions) -> None:

@@ -128,7 +128,7 @@ def test_an_evaluator_named_like_a_reward_of_the_environment_fails_the_attempt(p
     assert failed.message.endswith("rename the evaluator")
 
 
-def test_a_score_of_candidates_is_no_reward_that_a_function_of_its_name_is_added_to(play):
+def test_a_reward_function_may_have_the_name_of_scores_of_candidates(play):
     @register_environment("test_scored_candidates")
     async def scored(session):
         replies = await session.sample([{"role": "user", "content": "?"}], 2)
