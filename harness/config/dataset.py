@@ -266,7 +266,7 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
     try:
         names = reader.fieldnames or ()
         for name in names:
-            if names.count(name) > 1:
+            if name and names.count(name) > 1:  # columns without names, as spreadsheets have, are empty
                 raise ConfigError(f"dataset {path} line {reader.line_num}: duplicate column {name!r}; rename one")
         for row in reader:
             location = f"dataset {path} line {reader.line_num}"

@@ -178,6 +178,8 @@ def test_two_columns_of_csv_with_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("id,a,a\n1,2,3\n")
     with pytest.raises(ConfigError, match=r"d\.csv line 1: duplicate column 'a'; rename one"):
         read(tmp_path / "d.csv")
+    (tmp_path / "d.csv").write_text("id,a,,\n1,2,,\n")
+    assert [example.inputs for example in read(tmp_path / "d.csv")] == [{"a": 2, "": None}]
 
 
 def test_columns_of_the_structure_also_have_their_standard_names(tmp_path: Path) -> None:
