@@ -20,7 +20,7 @@ from rollstream.harness.components.conduct import conduct as conduct_epochs
 from rollstream.harness.config import file as config_file
 from rollstream.harness.runs.conductor import Conductor, background_work
 from rollstream.harness.runs.display import Display
-from rollstream.harness.runs.outcome import Outcome, end, let_metrics_catch_up, remarks_of
+from rollstream.harness.runs.outcome import Outcome, behind_of, end, let_metrics_catch_up, remarks_of
 from rollstream.harness.runs.plan import look_up
 from rollstream.harness.runs.preflight import check_result
 from rollstream.harness.runs.progress import Progress
@@ -151,11 +151,13 @@ async def _with_remarks(outcome: Outcome, run: RunContext, run_request: RunReque
     from rollstream.metrics.projection.database import metrics_file
     from rollstream.metrics.projection.projector import project_to_end
 
+    behind: tuple[str, ...] = ()
     if run.run.is_over:
         await project_to_end(run.log, metrics_file(workspace))
+        behind = behind_of(workspace, outcome.run_id, run_request.config)
     elif not await _watched(run.supervisor, let_metrics_catch_up(workspace)):
         return outcome
-    return outcome._replace(remarks=await remarks_of(workspace, outcome.run_id, run_request.config))
+    return outcome._replace(remarks=(*await remarks_of(workspace, outcome.run_id, run_request.config), *behind))
 
 
 async def _trained(run_request: RunRequest, lease: WorkspaceLease, run: RunContext, display: Display) -> Progress:

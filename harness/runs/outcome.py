@@ -264,6 +264,18 @@ async def let_metrics_catch_up(workspace: Path) -> bool:
     return True
 
 
+def behind_of(workspace: Path, run_id: str, config: RunConfig) -> tuple[str, ...]:
+    """The trackers that lack a part of a run whose end an earlier process wrote, with the command that sends it."""
+    from rollstream.metrics.trackers.service import has_whole_run
+
+    return tuple(
+        f"tracker {settings.kind} may not have all of the run: `rollstream track {run_id} --to {settings.kind}`, with "
+        f"its other keys as -o, sends the rest"
+        for settings in config.trainer.trackers
+        if not has_whole_run(settings, workspace, run_id)
+    )
+
+
 async def remarks_of(workspace: Path, run_id: str, config: RunConfig) -> tuple[str, ...]:
     """The number of failed rollouts and their most frequent cause, if any failed, and names of `reward_weights` that no
     recorded reward has; from the metrics.

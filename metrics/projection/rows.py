@@ -5,11 +5,12 @@ from typing import Any
 
 import orjson
 
-from rollstream.eventlog.dead_letters import PREFIX
+from rollstream.eventlog.dead_letters import LINES, PREFIX
 from rollstream.eventlog.log import Received, Record
 from rollstream.metrics.projection.columns import Row, copied
 from rollstream.metrics.projection.rows_rollouts import ROLLOUT_ROWS
 from rollstream.metrics.projection.rows_training import TRAINING_ROWS
+from rollstream.schemas.base import MAX_TIME_MS
 from rollstream.schemas.ids import run_of
 from rollstream.schemas.topics import BY_NAME
 
@@ -69,7 +70,12 @@ def rows_of(received: Received) -> Iterator[tuple[str, Row]]:
 
 
 def _wall_time(table: str, received: Received) -> Row:
-    return {"recorded_ms": received.timestamp_ms} if table in WALL_TIMED else {}
+    return {"recorded_ms": _plausible(received.timestamp_ms)} if table in WALL_TIMED else {}
+
+
+def _plausible(timestamp_ms: int) -> int | None:
+    """A record's timestamp; None for one that no clock gives: its producer may be another program."""
+    return timestamp_ms if 0 <= timestamp_ms <= MAX_TIME_MS else None
 
 
 def dead_letter_row(record: Record) -> Row:
@@ -80,7 +86,7 @@ def dead_letter_row(record: Record) -> Row:
     return {
         "log_partition": record.partition,
         "log_offset": record.offset,
-        "run_id": run_of(key) if key else None,
+        "run_id": run_of(key) if key and topic != LINES else None,  # the key of a line is its file
         "topic": BY_NAME[topic].short if topic in BY_NAME else topic,
         "partition": _number(headers.get(PREFIX + "partition")),
         "offset": _number(headers.get(PREFIX + "offset")),
@@ -91,7 +97,7 @@ def dead_letter_row(record: Record) -> Row:
         "key": key,
         "size_bytes": len(record.value or b""),
         "headers": orjson.dumps(headers).decode(),
-        "time_ms": record.timestamp_ms,
+        "time_ms": _plausible(record.timestamp_ms),
     }
 
 

@@ -230,7 +230,8 @@ CREATE TABLE log.attempt (
 
 -- views
 
-CREATE OR REPLACE MACRO log.at(ms) AS make_timestamp(if(ms > 253402300799000, 253402300799000, ms) * 1000);
+CREATE OR REPLACE MACRO log.at(ms) AS
+    make_timestamp(CASE WHEN ms > 253402300799000 THEN 253402300799000 WHEN ms < 0 THEN 0 ELSE ms END * 1000);
 -- A sum of integers, the nearest that a BIGINT can hold: one record with huge numbers must not fail a view for every run.
 CREATE OR REPLACE MACRO log.total(num) AS CASE WHEN count(num) > 0
     THEN least(greatest(sum(num), -9223372036854775808), 9223372036854775807)::BIGINT END;
@@ -318,12 +319,14 @@ LEFT JOIN log.agent_jobs o ON o.tasks_of = c.job_id AND o.agent = m.agent;
 
 CREATE OR REPLACE VIEW rollouts AS
 SELECT coalesce(s.run_id, f.run_id) AS run_id, rollout_id, coalesce(s.group_id, f.group_id) AS group_id, g.job_id,
-    g.example_id, g.epoch, g.purpose, g.policy, s.member, s.attempt, coalesce(f.state, 'running') AS state, m.reward,
+    g.example_id, g.epoch, g.purpose, g.policy, s.member, s.attempt,
+    coalesce(f.state, if(g.state = 'closed' OR e.run_id IS NOT NULL, 'dead', 'running')) AS state, m.reward,
     f.num_steps, f.num_rewards, f.stop_reason, f.cause, f.message, f.is_final, s.seed,
     log.at(s.time_ms) AS started_at, log.at(f.time_ms) AS ended_at, (f.time_ms - s.time_ms) / 1000 AS seconds
 FROM log.rollout_started s FULL JOIN log.rollout_finished f USING (rollout_id)
 LEFT JOIN groups g ON g.group_id = coalesce(s.group_id, f.group_id)
-LEFT JOIN (SELECT rollout_id, avg(reward) AS reward FROM log.members GROUP BY rollout_id) m USING (rollout_id);
+LEFT JOIN (SELECT rollout_id, avg(reward) AS reward FROM log.members GROUP BY rollout_id) m USING (rollout_id)
+LEFT JOIN log.run_ended e ON e.run_id = s.run_id;
 
 CREATE OR REPLACE VIEW steps AS
 SELECT run_id, group_id, rollout_id, step_index, agent, event_type, name, input, output, usage, num_prompt_tokens,
@@ -418,12 +421,14 @@ WITH planned AS (
 SELECT coalesce(p.run_id, r.run_id) AS run_id, coalesce(p.model_group, r.model_group) AS model_group,
     coalesce(p.job_id, r.job_id) AS job_id, coalesce(p.adopts, r.version) AS adopts, p.version,
     CASE WHEN w.version IS NOT NULL THEN 'published' WHEN p.version IS NOT NULL THEN 'planned'
-        WHEN r.after_version < n.version THEN 'superseded' ELSE 'requested' END AS state,
+        WHEN r.after_version < n.version THEN 'superseded' WHEN e.run_id IS NOT NULL THEN 'ignored'
+        ELSE 'requested' END AS state,
     r.reason, log.at(r.time_ms) AS requested_at, log.at(p.time_ms) AS planned_at, w.published_event_time AS published_at
 FROM planned p FULL JOIN log.rollback_requested r ON r.job_id = p.job_id AND r.version = p.adopts
     AND r.after_version < p.version AND r.after_version >= p.earlier_rollback
 LEFT JOIN weight_versions w ON w.model_group = p.model_group AND w.version = p.version
 LEFT JOIN newest n ON n.job_id = r.job_id
+LEFT JOIN log.run_ended e ON e.run_id = r.run_id
 ORDER BY coalesce(p.job_id, r.job_id), coalesce(p.version, r.after_version), r.time_ms;
 
 CREATE OR REPLACE VIEW candidates AS
@@ -444,7 +449,9 @@ SELECT run_id, topic, "partition", "offset", service, stage, error_type, reason,
     log.at(time_ms) AS recorded_at, log_partition, log_offset
 FROM log.dead_letter
 QUALIFY "offset" IS NULL
-    OR row_number() OVER (PARTITION BY topic, "partition", "offset", stage ORDER BY log_partition, log_offset) = 1;
+    -- the offset of a line of an ingested file is its number in that file
+    OR row_number() OVER (PARTITION BY topic, "partition", "offset", stage, if(topic = 'ingest', key, NULL),
+        if(topic = 'ingest', reason, NULL) ORDER BY log_partition, log_offset) = 1;
 
 -- What no seal has told yet is counted as curation counts it: all closed groups, means of the groups' means, and a group
 -- without variance if no agent's rewards differ. Every part has the run, so that a query for one run reads that run alone.

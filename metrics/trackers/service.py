@@ -7,8 +7,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from rollstream.metrics.sql.client import NotServedError, query
-from rollstream.metrics.trackers.follow import TrackedRun, unfinished_runs
-from rollstream.metrics.trackers.points import Ask, TrackerDownError, TrackerError
+from rollstream.metrics.trackers.follow import ENDED, TrackedRun, folder_of, unfinished_runs
+from rollstream.metrics.trackers.points import Ask, TrackerDownError, TrackerError, file_name
 from rollstream.metrics.trackers.table import opener
 from rollstream.schemas.errors import RollstreamError, describe
 from rollstream.schemas.services import TrackerServiceSettings
@@ -94,6 +94,11 @@ async def _send_rest(tracking: "Tracking", sending: "asyncio.Future[None]") -> N
 def _log(error: BaseException) -> None:
     for one in error.exceptions if isinstance(error, ExceptionGroup) else (error,):
         logger.error("%s", one if isinstance(one, RollstreamError) else describe(one))
+
+
+def has_whole_run(settings: TrackerSettings, workspace: Path, run_id: str) -> bool:
+    """Whether a tracker got all of a run that has ended."""
+    return (folder_of(workspace, settings) / ENDED / file_name(run_id)).exists()
 
 
 class Tracking:

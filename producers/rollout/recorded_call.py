@@ -85,7 +85,7 @@ def read_step(
 
 
 def fields_of(step: RecordedStep, imported: ImportedCall) -> dict[str, Any]:
-    """Fields of StepRecorded beside ids and agent; a time or uuid that was not recorded is left out."""
+    """Fields of StepRecorded beside ids and agent; a uuid or time of the end that was not recorded is left out."""
     metadata = (step.metadata or {}) | ({FLAGS: imported.flags} if imported.flags else {})
     fields: dict[str, Any] = {
         "event_type": step.event_type,
@@ -101,8 +101,9 @@ def fields_of(step: RecordedStep, imported: ImportedCall) -> dict[str, Any]:
     for name in ("uuid", "function_ancestry"):
         if getattr(step, name) is not None:
             fields[name] = getattr(step, name)
-    times = {name: getattr(step, name) for name in ("event_timestamp", "span_event_timestamp")}
-    return fields | (times if any(time is not None for time in times.values()) else {})
+    fields["span_event_timestamp"] = step.span_event_timestamp
+    has_times = step.event_timestamp is not None or step.span_event_timestamp is not None
+    return fields | ({"event_timestamp": step.event_timestamp} if has_times else {})
 
 
 def _imported(call_tokens: _CallTokens, playing: ImportContext) -> ImportedCall:

@@ -61,6 +61,15 @@ def test_every_request_and_every_rollback_is_one_row(tmp_path: Path, synthetic: 
     assert batches == [(4, 1), (6, 1), (8, 6)]
 
 
+def test_a_request_that_nothing_answered_before_the_run_ended_is_ignored(tmp_path: Path) -> None:
+    log = MemoryLog(num_partitions=2)
+    asyncio.run(log.send_all([requested(1, 3), events.RunEnded(run_id="r", time_ms=9, cause="completed")]))
+    path = empty_file(tmp_path)
+    asyncio.run(project_to_end(log, path))
+    with connect(path, read_only=True) as connection:
+        assert connection.execute("SELECT adopts, state FROM rollbacks").fetchall() == [(1, "ignored")]
+
+
 def judged(epoch: int, version: int, reward: float, good_version: int) -> Event:
     values = {"epoch": epoch, "version": version, "reward": reward, "num_groups": 2, "best_reward": 0.75}
     verdict = {"is_good": version == good_version, "good_version": good_version}

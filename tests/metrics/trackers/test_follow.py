@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from rollstream.harness.config.file import resolve
+from rollstream.harness.runs.outcome import behind_of
 from rollstream.metrics.trackers import follow, points
 from rollstream.metrics.trackers.follow import TrackedRun, unfinished_runs
 from rollstream.metrics.trackers.points import jobs_of, new_keys, points_of
@@ -16,6 +18,7 @@ from rollstream.schemas.base import Event
 from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.events import EpochStarted, GroupClosed, RunEnded, TaskRequested
 from rollstream.schemas.trackers import CustomTrackerSettings
+from tests.harness.conftest import configuration
 from tests.metrics.trackers.conftest import RUN, Crash, KeptTracker, Projected, asking
 
 SETTINGS = CustomTrackerSettings(kind="python:a.B")
@@ -248,8 +251,13 @@ def test_an_ended_run_that_goes_on_is_followed_again(projected: Projected, run_e
     ended = RunEnded(run_id=RUN, time_ms=run_events[cut].time_ms, cause="failed", message="stopped")
     workspace = projected([*run_events[:cut], ended])
     tracker = KeptTracker()
+    written = configuration(workspace)
+    written["trainers"]["t"]["trackers"] = [{"kind": SETTINGS.kind}]
+    config = resolve(written).config
+    assert "`rollstream track demo-000001 --to python:a.B`" in behind_of(workspace, RUN, config)[0]
     send_to_the_end(tracker, workspace)
     assert unfinished_runs(workspace, SETTINGS) == []
+    assert behind_of(workspace, RUN, config) == ()
     projected(run_events[cut:])
     send_to_the_end(tracker, workspace)
     assert sorted(steps(tracker)[RL]) == sorted(EXPECTED[RL])
