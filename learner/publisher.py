@@ -221,7 +221,8 @@ def difference(step: TrainedStep | None, num_ranks: int) -> str:
 
 
 def _progressed(job: JobSubmitted, step: StepTrained) -> JobProgressed:
-    done = (step.version - job.base_version) / job.settings.num_versions
+    num_adopted = step.num_adopted + (step.adopts is not None)
+    done = (step.version - job.base_version - num_adopted) / job.settings.num_versions
     return JobProgressed(
         run_id=job.run_id,
         time_ms=step.time_ms,
@@ -264,6 +265,7 @@ def step_trained(
         seconds=seconds,
         tokens_per_s=result.num_tokens / busy_s if busy_s else 0.0,
         adopts=planned.adopts,
+        num_adopted=planned.num_adopted,
     )
 
 

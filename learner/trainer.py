@@ -302,7 +302,7 @@ class JobTrainer:
                 batch,
                 self._algorithm,
                 self._settings,
-                index=planned.index,
+                index=planned.num_trained,
                 seed=planned.seed,
                 reference=self._reference,
                 version=planned.trains_at_version,

@@ -236,7 +236,8 @@ class VersionWriter:
         settings = self._job.settings
         if step.adopts is not None:
             return True  # a restart would have to go back once more
-        return next_index % settings.checkpoint_every == 0 or next_index == settings.num_versions
+        is_last = next_index - step.num_adopted == settings.num_versions
+        return next_index % settings.checkpoint_every == 0 or is_last
 
     def _prune(self, version: int) -> None:
         """Remove checkpoints that neither the settings keep nor a planned rollback needs, after `version` was sent."""

@@ -330,8 +330,12 @@ def _compare_digests(events: RunEvents, report: Report) -> None:
             events, report, step.event_id, ids.event_id("batch_planned", step.batch_id), step.manifest_sha256
         )
         planned = events.by_id.get(ids.event_id("batch_planned", step.batch_id))
-        if planned is not None and isinstance(planned.event, BatchPlanned) and step.adopts != planned.event.adopts:
-            report.differ(STAGE, f"{step.event_id}: adopts", str(step.adopts), str(planned.event.adopts))
+        if planned is None or not isinstance(planned.event, BatchPlanned):
+            continue
+        for name in ("adopts", "num_adopted"):
+            ours, theirs = getattr(step, name), getattr(planned.event, name)
+            if ours != theirs:
+                report.differ(STAGE, f"{step.event_id}: {name}", str(ours), str(theirs))
 
 
 def _compare_digest(events: RunEvents, report: Report, by: str, event_id: str, sha256: str) -> None:

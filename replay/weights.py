@@ -178,7 +178,7 @@ def _kept_checkpoints(events: RunEvents, name: str, group: GroupState, folder: P
     """Note checkpoints that no pruning removes and that are gone. Learners may go on while this reads."""
     jobs = [job for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted) if job.model_group == name]
     steps = [step for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained) if step.model_group == name]
-    due = {step.version for job in jobs for step in steps if step.job_id == job.job_id and _is_due(job, step.version)}
+    due = {step.version for job in jobs for step in steps if step.job_id == job.job_id and _is_due(job, step)}
     present = [version for version, _ in checkpoints_in(folder)]
     missing = sorted(_unpruned([job.settings for job in jobs], due, present) - set(present))
     if missing and not present:
@@ -187,9 +187,9 @@ def _kept_checkpoints(events: RunEvents, name: str, group: GroupState, folder: P
         report.differ("checkpoints", f"{folder}/v{version:08d}.*", f"the checkpoint of v{version}", MISSING)
 
 
-def _is_due(job: JobSubmitted, version: int) -> bool:
-    index, settings = version - job.base_version, job.settings
-    return index % settings.checkpoint_every == 0 or index == settings.num_versions
+def _is_due(job: JobSubmitted, step: StepTrained) -> bool:
+    index, settings = step.version - job.base_version, job.settings
+    return index % settings.checkpoint_every == 0 or index - step.num_adopted == settings.num_versions
 
 
 def _unpruned(settings: list[JobSettings], due: set[int], present: list[int]) -> set[int]:

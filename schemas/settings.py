@@ -159,10 +159,11 @@ class PlanSettings(Settings):
     """Rollouts of a task beyond `num_generations`; its group closes once `num_generations` are complete."""
     has_recorded_sizes: bool = added(False)
     """Whether a task asks for no more rollouts than its example's inputs hold recorded ones."""
-    revision: Literal[1, 2] = added(1)
+    revision: Literal[1, 2, 3] = added(1)
     """Rules of planning; a recorded plan keeps its own. 2: a group smaller than `min_generations` is viable if all of
     it is complete; of an epoch's validations the one whose group closed last is judged, by all its groups; a
-    refill asks for an example twice only where there is no other."""
+    refill asks for an example twice only where there is no other. 3: manifests count the rollbacks before them, so that
+    the learning-rate schedule and the percentage of a job count trained batches alone."""
 
     def minimum_of(self, size: int) -> int:
         """Complete rollouts that a group of that size must have to be trained on: all of a small one."""
@@ -170,7 +171,9 @@ class PlanSettings(Settings):
         return max(1, min(minimum, size)) if self.revision >= 2 else minimum
 
 
-NEW_PLAN: Mapping[str, Any] = {"knows_single_group": True, "revision": 2}
+COUNTS_ADOPTED_SINCE = 3
+"""The revision of plans since which manifests count the rollbacks before them."""
+NEW_PLAN: Mapping[str, Any] = {"knows_single_group": True, "revision": 3}
 """Fields of new plans by which they follow the newest rules."""
 
 
@@ -323,7 +326,7 @@ class JobSettings(Settings):
     algorithm: Algorithm = Field(default_factory=GrpoSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     num_versions: int = Field(default=1, ge=1)
-    """Versions that the job yields at most; the schedule ends there."""
+    """Versions that the job trains at most; the schedule ends there."""
     checkpoint_every: int = Field(default=1, ge=1)
     keep_last: int = Field(default=8, ge=1)
     keep_every: int = Field(default=50, ge=1)

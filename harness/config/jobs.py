@@ -36,7 +36,6 @@ from rollstream.schemas.settings import (
     FROZEN,
     NEW_PLAN,
     NEWEST_REVISION,
-    CurriculumSettings,
     ForkPoint,
     JobSettings,
     JobSpec,
@@ -206,7 +205,7 @@ def _warm_start_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
         min_generations=1,
         max_staleness=warm.num_epochs * warm.batches_per_epoch,
         drop_zero_variance=False,
-        curriculum=CurriculumSettings(enabled=False),
+        revision=NEW_PLAN["revision"],
     )
     algorithm = SftSettings(
         mini_batches=warm.mini_batches,

@@ -116,13 +116,13 @@ def train_batch(
     budget: MicroBatchBudget | None = None,
     check: Callable[[list[TrainRow]], None] | None = None,
 ) -> StepResult:
-    """Take the optimizer steps of manifest `index`, one a mini-batch of each pass, if anything is left. Blocking.
+    """Take the optimizer steps of a batch, one a mini-batch of each pass, if anything is left. Blocking.
 
-    `check` raises if the model cannot take a row. `seed` decides the mini-batches and dropout. `reference`: what the
-    loss compares with, if it does. `version`: of the weights, which tokens' versions are compared with. A step whose
-    loss or gradient is not finite is skipped; `skipped_in_row`: those before this batch. `budget`: of the
-    micro-batches, as the job says without it. Raises RunFailedError if more steps in a row than
-    `optimizer.max_skipped_steps` are not finite, or if a single row or pair does not fit into memory.
+    `index`: batches of the job before it, for the learning-rate schedule. `check` raises if the model cannot take a
+    row. `seed` decides the mini-batches and dropout. `reference`: what the loss compares with, if it does. `version`:
+    of the weights, which tokens' versions are compared with. A step whose loss or gradient is not finite is skipped;
+    `skipped_in_row`: those before this batch. `budget`: of the micro-batches, as the job says without it. Raises
+    RunFailedError if more than `optimizer.max_skipped_steps` in a row are not finite, or memory is too small for a row.
     """
     chosen = settings.algorithm
     prepared = algorithm.prepare(batch := replace(batch, revision=settings.revision), chosen)

@@ -12,6 +12,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.events import BatchPlanned, SubmissionReceived
 from rollstream.schemas.events.training import BatchMember
+from rollstream.schemas.settings import COUNTS_ADOPTED_SINCE
 
 
 def advance(run: Run, job: Job, epoch: Epoch, time_ms: int) -> list[Event]:
@@ -186,6 +187,7 @@ def adopt(run: Run, job: Job, version: int, time_ms: int) -> list[Event]:
     epoch = max(job.epochs) if job.epochs else job.sealed.newest
     batch = _manifest(run, job, epoch, [], time_ms, adopts=version)
     job.last_adoption = batch.yields_version
+    job.num_adopted += 1
     return [batch]
 
 
@@ -211,6 +213,7 @@ def _manifest(
         previous_sha256=job.previous_sha256,
         locators=_locators(groups),
         adopts=adopts,
+        num_adopted=job.num_adopted if job.started.plan.revision >= COUNTS_ADOPTED_SINCE else 0,
     )
     job.next_index += 1
     job.previous_sha256 = codec.content_digest(batch)

@@ -112,6 +112,8 @@ class Job:
     """The epoch that a submission made the last one, before the plan's end."""
     last_adoption: int = 0
     """Newest version that a rollback yields; rollouts of versions before it are not trained on."""
+    num_adopted: int = 0
+    """Rollbacks planned so far."""
     validations: dict[str, PlayedValidation] = field(default_factory=dict[str, PlayedValidation])
     """Validations under way by the beginning of their groups' ids, in the order in which their first groups closed."""
     good_version: int | None = None

@@ -312,9 +312,14 @@ class BatchPlanned(Event):
     """Content digest of manifest k - 1 of the job; 64 zeros for the first."""
     locators: tuple[Locator, ...] = ()
     adopts: int | None = added(None, ge=0)
-    """Earlier version that a rollback, which has no members, returns to: the batch yields its weights and optimizer
-    state.
-    """
+    """Earlier version that a rollback, which has no members, returns to, with the optimizer's state."""
+    num_adopted: int = added(0, ge=0)
+    """Rollbacks among the manifests of the job before this one; 0 in plans that do not count them."""
+
+    @property
+    def num_trained(self) -> int:
+        """Manifests of the job before this one that are trained, which rollbacks are not."""
+        return self.index - self.num_adopted
 
     @property
     def event_id(self) -> str:

@@ -103,9 +103,8 @@ class JobSucceeded(JobEvent):
     v: Literal[1] = 1
     final_version: int
     finish_s: float = added(0.0, ge=0)
-    """Phase `finish` of the last version, as StepTrained has it of the versions before; 0: it was not measured, for a
-    learner that began again after the version ended the job.
-    """
+    """Phase `finish` of the last version, as StepTrained has it of the versions before; 0: not measured, for a learner
+    that began again after the version ended the job."""
 
     @property
     def event_id(self) -> str:
@@ -244,6 +243,8 @@ class StepTrained(WeightEvent):
     tokens_per_s: float = 0.0
     adopts: int | None = added(None, ge=0)
     """Earlier version to whose state the learner returned, for a rollback, which takes no optimizer step."""
+    num_adopted: int = added(0, ge=0)
+    """As the manifest has it."""
 
     @property
     def event_id(self) -> str:

@@ -143,6 +143,7 @@ class Lab:
         first: int = 0,
         previous: str = "0" * 64,
         with_logprobs: bool = True,
+        num_adopted: int = 0,
     ) -> list[BatchPlanned]:
         """Trajectories and manifests `first` to `first + count - 1`, two groups of four each."""
         planned: list[BatchPlanned] = []
@@ -163,6 +164,7 @@ class Lab:
                 curriculum_sha256="0" * 64,
                 previous_sha256=previous,
                 locators=tuple(locators),
+                num_adopted=num_adopted,
             )
             previous = codec.content_digest(batch)
             await self.log.send(batch)

@@ -20,6 +20,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.events import (
     BatchPlanned,
     JobFailed,
+    JobProgressed,
     JobSubmitted,
     JobSucceeded,
     StepTrained,
@@ -34,7 +35,14 @@ from tests.rigs.runs.retrained import assert_retrained, steps_of
 LINEAR = OptimizerSettings(learning_rate=1e-2, schedule="linear")
 
 
-async def adopt(lab: Any, job: JobSubmitted, planned: list[BatchPlanned], version: int) -> list[BatchPlanned]:
+def num_before(planned: list[BatchPlanned]) -> int:
+    """Rollbacks among the manifests so far."""
+    return sum(one.adopts is not None for one in planned)
+
+
+async def adopt(
+    lab: Any, job: JobSubmitted, planned: list[BatchPlanned], version: int, *, counts: bool = True
+) -> list[BatchPlanned]:
     """Plan a rollback after the manifests so far; all manifests."""
     index = len(planned)
     batch = BatchPlanned(
@@ -52,20 +60,24 @@ async def adopt(lab: Any, job: JobSubmitted, planned: list[BatchPlanned], versio
         curriculum_sha256="0" * 64,
         previous_sha256=codec.content_digest(planned[-1]),
         adopts=version,
+        num_adopted=num_before(planned) if counts else 0,
     )
     await lab.log.send(batch)
     return [*planned, batch]
 
 
-async def plan(lab: Any, job: JobSubmitted, adoptions: dict[int, int], count: int) -> list[BatchPlanned]:
-    """`count` manifests; `adoptions`: the version adopted by index."""
+async def plan(
+    lab: Any, job: JobSubmitted, adoptions: dict[int, int], count: int, *, counts: bool = True
+) -> list[BatchPlanned]:
+    """`count` manifests; `adoptions`: the version adopted by index. `counts`: as plans since revision 3."""
     planned: list[BatchPlanned] = []
     for index in range(count):
         if index in adoptions:
-            planned = await adopt(lab, job, planned, adoptions[index])
+            planned = await adopt(lab, job, planned, adoptions[index], counts=counts)
             continue
         previous = codec.content_digest(planned[-1]) if planned else "0" * 64
-        planned += await lab.plan(job, 1, seal=False, first=index, previous=previous)
+        how = {"first": index, "previous": previous, "num_adopted": num_before(planned) if counts else 0}
+        planned += await lab.plan(job, 1, seal=False, **how)
     await lab.seal(job, count)
     return planned
 
@@ -98,6 +110,32 @@ def test_a_rollback_publishes_a_new_version_with_the_weights_of_an_earlier_one(l
         assert (steps[4].threads, steps[4].ranks, steps[4].device) == (1, 1, "cpu")
         assert published[5].adopts is None
         assert published[5].weights_sha256 != published[4].weights_sha256
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("counts", "rates", "percents", "checkpoints"),
+    [(True, [3, 2, 1], [100, 100, 200, 200, 300], [2, 4, 5]), (False, [3, 1, 0], [100, 100, 300, 300, 300], [2, 3, 4])],
+    ids=["counted", "not counted"],
+)
+def test_schedule_percentage_and_last_checkpoint_count_trained_batches_alone(
+    lab: Any, counts: bool, rates: list[float], percents: list[float], checkpoints: list[int]
+) -> None:
+    """Three batches are trained, with a rollback after the first and the second; a plan of old counts rollbacks too."""
+
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=3, optimizer=LINEAR, checkpoint_every=100)
+        await plan(lab, job, {1: 0, 3: 2}, 5, counts=counts)
+        await lab.work(lab.has(WeightsPublished, "weights", 3))
+        await lab.work(lab.has(JobSucceeded))
+        steps = await steps_of(lab)
+        found = [step.metrics["optimizer/learning_rate"] for step in steps.values() if step.adopts is None]
+        assert found == pytest.approx([rate / 3 * LINEAR.learning_rate for rate in rates])
+        progress = [one.percent for one in await lab.events("jobs", JobProgressed)]
+        assert progress == pytest.approx([percent / 3 for percent in percents])
+        assert CheckpointFolder(lab.folder / "checkpoints", GROUP).versions() == checkpoints
+        await assert_retrained(lab, job, steps)
 
     asyncio.run(scenario())
 
@@ -181,7 +219,8 @@ def test_a_rollback_to_a_version_without_a_checkpoint_gives_the_same_bits(
                 planned = await adopt(lab, job, planned, adoptions[index])
             else:
                 previous = codec.content_digest(planned[-1]) if planned else "0" * 64
-                planned += await lab.plan(job, 1, seal=False, first=index, previous=previous)
+                how = {"first": index, "previous": previous, "num_adopted": num_before(planned)}
+                planned += await lab.plan(job, 1, seal=False, **how)
             await lab.work(lab.has(WeightsPublished, "weights", index + 2))
         await lab.seal(job, 9)
         await lab.work(lab.has(JobSucceeded))

@@ -65,3 +65,15 @@ def test_the_version_that_a_rollback_adopts_is_found(rolled_back: Any, kind: str
     adopting = next(one for one in records if orjson.loads(one.value)["adopts"] > 1)
     for one in (records[1], adopting):
         assert found_by(rolled_back, one).startswith(finders()[kind, "adopts"])
+
+
+@pytest.mark.parametrize("kind", ["BatchPlanned", "StepTrained"])
+def test_the_number_of_rollbacks_before_a_manifest_is_found(rolled_back: Any, kind: str) -> None:
+    where, number, body = next(
+        (where, number, body)
+        for where, kept in rolled_back.log._store._partitions.items()
+        for number, body in enumerate(orjson.loads(record.value) for record in kept.records)
+        if KINDS[body["kind"]].__name__ == kind and body.get("num_adopted")
+    )
+    change = Change(kind, "num_adopted", where, number, orjson.dumps({**body, "num_adopted": 7}))
+    assert found_by(rolled_back, change).startswith(finders()[kind, "num_adopted"])

@@ -63,6 +63,17 @@ def test_a_repeated_request_is_one_rollback_and_a_later_one_another(partition, p
     assert (batch.yields_version, batch.adopts) == (6, 4)
 
 
+@pytest.mark.parametrize(("revision", "counted"), [(3, [0, 0, 0, 0, 1, 2]), (2, [0] * 6)])
+def test_a_manifest_counts_the_rollbacks_before_it_unless_its_plan_is_older(partition, pick, revision, counted):
+    (task,) = trained(partition, pick, 3, revision=revision)
+    partition.roll_back(1)
+    partition.roll_back(0)
+    partition.close(task, [0.0, 1.0], version=3)
+    (task,) = pick(TaskRequested, partition.start_epoch(4))
+    partition.close(task, [0.0, 1.0], version=5)
+    assert [batch.num_adopted for batch in pick(BatchPlanned, partition.sent)] == counted
+
+
 @pytest.mark.parametrize("version", [0, 1, 5, 6, 99])
 def test_a_version_that_the_job_does_not_have_is_not_adopted(partition, pick, version):
     trained(partition, pick, 3, base_version=2)  # versions 2 to 5; the newest one is not an earlier one
