@@ -301,7 +301,7 @@ class WarmStart(Settings):
     """
 
 
-NEWEST_REVISION: Literal[14] = 14
+NEWEST_REVISION: Literal[15] = 15
 """Value of `JobSettings.revision` in new jobs."""
 CORRECTED_SINCE = 10
 """The revision of the rules of losses and advantages that `JobSettings.revision` lists for 10."""
@@ -333,7 +333,7 @@ class JobSettings(Settings):
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
     """Fixed number of CPU threads; part of the conditions for an equal replay."""
-    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] = added(1)
+    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15] = added(1)
     """Rules by which the learner trains; a recorded job keeps those that it was trained by. Since 2, dropout is off
     where a ratio or a log-ratio is computed, and linear and cosine schedules reach `final_fraction` after the last
     step, so that the last step trains. Since 3, hidden states are gathered before the head and the head is applied to
@@ -350,7 +350,8 @@ class JobSettings(Settings):
     query heads read the keys and values that they share in place, which sums their gradients in another order. Since
     13, the versions of another model group, as in a what-if, are not compared with that of the weights. Since 14, rows
     of pairs name the member that gave the answer (before, the batch's first), and advantages and weights that float32
-    does not hold fail the job (before, their steps were skipped)."""
+    does not hold fail the job (before, their steps were skipped). Since 15, rollouts of weight 0 count in the mean of
+    `expert_iteration`."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""
 

@@ -10,6 +10,9 @@ from rollstream.learner.algorithms.base import BatchView, Prepared, Row
 from rollstream.learner.algorithms.builtin.sft import Sft
 from rollstream.schemas.algorithms import ExpertIterationSettings
 
+COUNTS_WEIGHT_0_SINCE = 15
+"""The revision of jobs since which rollouts of weight 0 count in the mean over all tokens."""
+
 
 class ExpertIteration(Sft):
     """Rollouts are selected by the reward of the agent that trains on them (STaR, arXiv 2203.14465)."""
@@ -20,13 +23,15 @@ class ExpertIteration(Sft):
         """Kept tokens and weights. A rollout with a relabelled answer is kept whatever its reward.
 
         A relabelled answer has no version, as the policy did not sample it; the answer in whose place it was recorded
-        is left out. Weights of `weighted` have a mean of 1 over the rollouts of an agent.
+        is left out. Weights of `weighted` have a mean of 1 over the rollouts of an agent, and a rollout of weight 0
+        counts in it, as one of a small weight does.
         """
         relabelled = _relabelled(batch.rows)
         factors = _factors(batch, relabelled.keys(), settings)
+        keeps_all = settings.selection == "weighted" and batch.revision >= COUNTS_WEIGHT_0_SINCE
         keep: list[NDArray[np.bool_]] = []
         for row in batch.rows:
-            kept = np.full(len(row.token_ids), factors[row.member] > 0)
+            kept = np.full(len(row.token_ids), keeps_all or factors[row.member] > 0)
             if settings.mask_truncated:
                 kept &= ~row.truncated
             for part in row.completions:

@@ -81,7 +81,16 @@ def test_each_agent_is_weighed_by_its_own_rewards() -> None:
     rows = [row(member, 7 + member) for member in range(4)]
     found = prepared(rows, [0.0, 1.0, 10.0, 30.0], "vvpp", selection="weighted", weighting_epsilon=0.0)
     assert found.weights == [0.0, 2.0, 0.0, 2.0]
-    assert trained(rows, found) == [[], [8], [], [10]]
+    assert trained(rows, found) == [[7], [8], [9], [10]]
+
+
+@pytest.mark.parametrize(("revision", "kept"), [(14, [[], [8]]), (15, [[7], [8]])])
+def test_a_rollout_of_weight_0_counts_in_the_mean_as_one_of_a_small_weight(revision: int, kept: list[Any]) -> None:
+    rows, members = [row(0, 7), row(1, 8)], [Member(agent="v", reward=reward) for reward in (0.0, 1.0)]
+    settings = ExpertIterationSettings(selection="weighted", weighting_epsilon=0.0)
+    found = ExpertIteration().prepare(BatchView(rows, members, revision=revision), settings)
+    assert trained(rows, found) == kept
+    assert found.weights == [0.0, 2.0]
 
 
 def test_a_relabelled_answer_is_imitated_in_place_of_the_one_that_was_sampled_whatever_the_reward() -> None:
