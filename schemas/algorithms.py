@@ -225,7 +225,7 @@ class MixSettings(PolicyGradientSettings):
     OWN_AGGREGATION: ClassVar[str] = "mix is the mean over the tokens of each component"
     name: Literal["mix"] = "mix"  # pyright: ignore[reportIncompatibleVariableOverride]
     rl: float = Field(default=1.0, ge=0)
-    """Weight of the policy gradient, as `cispo` has it."""
+    """Weight of the policy gradient, as `cispo` has it, and of its entropy bonus."""
     clip_high: float = Field(default=4.0, gt=0)
     """A token's ratio counts as 1 + clip_high at most, here and in `ref_kl`."""
     ce: float = Field(default=0.0, ge=0)
@@ -255,10 +255,10 @@ class MixSettings(PolicyGradientSettings):
     def unused(self) -> dict[str, tuple[str, ...]]:
         """Keys of components that have no weight."""
         found = super().unused()
-        taught = ("teacher", "context", "teacher_url")
-        for why, keys, weight in (("ref_kl", taught, self.ref_kl), ("ce", ("ce_threshold",), self.ce)):
-            given = tuple(key for key in keys if key in self.model_fields_set)
-            found = found if weight or not given else {**found, f"{why} is 0": given}
+        own = {"rl": ("entropy_coefficient",), "ref_kl": ("teacher", "context", "teacher_url"), "ce": ("ce_threshold",)}
+        for why in (name for name in own if not getattr(self, name)):
+            given = tuple(key for key in own[why] if key in self.model_fields_set)
+            found = {**found, f"{why} is 0": given} if given else found
         return found
 
 

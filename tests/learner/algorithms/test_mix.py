@@ -108,6 +108,7 @@ def test_a_divergence_needs_a_teacher_or_else_the_reference() -> None:
     assert (alone.needs.reference, alone.needs.teacher) == (True, False)
     assert (taught.needs.reference, taught.needs.teacher) == (False, True)
     assert not MixSettings(teacher="t").needs.teacher
+    assert MixSettings(rl=0, ce=1, entropy_coefficient=0.1).unused() == {"rl is 0": ("entropy_coefficient",)}
     assert MixSettings(teacher="t", ce_threshold=2).unused() == {
         "ref_kl is 0": ("teacher",),
         "ce is 0": ("ce_threshold",),
