@@ -37,7 +37,8 @@ def sft_examples(
     found: list[RecordedGroup] = []
     for name, agent in agents.items():
         given = list(_rollouts(agent, rollouts_per_agent.get(name, ())))
-        given += [_with_verdict(agent, *one) for one in _labelled(agent, guess_replaced.get(name, ()))]
+        labelled = enumerate(_labelled(agent, guess_replaced.get(name, ())))
+        given += [_with_verdict(agent, number, *one) for number, one in labelled]
         rollouts = (_of_agent(rollout, agent, model_group, number) for number, rollout in enumerate(given))
         found += [
             RecordedGroup.of(f"{name}/{n}", [rollout]) for n, rollout in enumerate(rollouts) if rollout is not None
@@ -53,7 +54,7 @@ def dpo_examples(
 ) -> list[RecordedGroup]:
     """The pairs of all agents: example n of `positive` is better than example n of `negative`.
 
-    An example is a rollout whose last message is compared; arrays have shape (example,). Raises ConfigError as
+    An example is a rollout whose last trained message is compared; arrays have shape (example,). Raises ConfigError as
     `sft_examples`, and where the two have different numbers, rounds or prompts.
     """
     _check_names(agents, positive, negative)
@@ -123,8 +124,12 @@ def _members(group: RecordedGroup) -> list[RecordedRollout]:
     return cast("list[RecordedRollout]", found)
 
 
+def _is_call(step: RecordedStep) -> bool:
+    return step.chat is not None or step.tokens is not None
+
+
 def _calls(rollout: RecordedRollout) -> list[RecordedStep]:
-    return [step for step in rollout.steps if step.chat is not None or step.tokens is not None]
+    return [step for step in rollout.steps if _is_call(step)]
 
 
 def _of_agent(rollout: RecordedRollout, agent: GroupAgent, model_group: str, number: int) -> RecordedRollout | None:
@@ -170,30 +175,34 @@ def _check_logprobs(rollout: RecordedRollout, where: str) -> None:
             )
 
 
-def _with_verdict(agent: GroupAgent, rollout: RecordedRollout, label: int) -> RecordedRollout:
-    """The rollout with the true label in place of the agent's last message."""
+def _last_trained(calls: Mapping[int, RecordedStep]) -> int | None:
+    """The key of the last of an agent's calls that is trained on."""
+    return max((number for number, step in calls.items() if step.untrained is None), default=None)
+
+
+def _with_verdict(agent: GroupAgent, number: int, rollout: RecordedRollout, label: int) -> RecordedRollout:
+    """The rollout with the true label in place of the agent's last message that is trained on."""
     if not agent.is_verifier:
         raise ConfigError(f"agent {agent.name} is not a verifier; only a verifier's guesses can be replaced")
     if label not in (0, 1):
         raise ConfigError(f"agent {agent.name}: label {label!r} is not 0 or 1; give one of these")
-    own = [n for n, step in enumerate(rollout.steps) if step.agent in ("", agent.name) and step.chat is not None]
-    if not own:
+    own = {n: step for n, step in enumerate(rollout.steps) if step.agent in ("", agent.name) and _is_call(step)}
+    guess, steps = _last_trained(own), list(rollout.steps)
+    if guess is None or (last := steps[guess]).chat is None:
         raise ConfigError(
-            f"agent {agent.name}: a rollout without messages as text has no guess to replace; record its messages"
+            f"agent {agent.name}, rollout {number} with a replaced guess: its last trained message is not there as "
+            "text; record its messages, or leave it out"
         )
-    steps = list(rollout.steps)
-    last = steps[own[-1]]
-    assert last.chat is not None
     text = agent.verdict_texts[int(label)]
     answer: dict[str, Any] = {"role": "assistant", "content": text}
     chat = last.chat.model_copy(update={"answer": answer, "logprobs": None})
     data = {**(last.data or {}), "output": text}
-    steps[own[-1]] = last.model_copy(update={"chat": chat, "tokens": None, "data": data})
+    steps[guess] = last.model_copy(update={"chat": chat, "tokens": None, "data": data})
     return rollout.model_copy(update={"steps": tuple(steps)})
 
 
 def _answers(agent: GroupAgent, model_group: str, given: Rollouts) -> list[tuple[int, RecordedStep]]:
-    """Round and last message of every example."""
+    """Round and last trained message of every example."""
     found: list[tuple[int, RecordedStep]] = []
     if isinstance(given, Mapping):
         rounds = array_rollouts.examples_of(given, agent)
@@ -206,7 +215,9 @@ def _answers(agent: GroupAgent, model_group: str, given: Rollouts) -> list[tuple
                 f"agent {agent.name}, example {number}: it has no message of the agent to compare; leave it out"
             )
         calls = _calls(of_agent)
-        found.append((len(calls) - 1 if round_number < 0 else round_number, calls[-1]))
+        last = _last_trained(dict(enumerate(calls)))
+        assert last is not None
+        found.append((last if round_number < 0 else round_number, calls[last]))
     return found
 
 

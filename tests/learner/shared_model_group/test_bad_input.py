@@ -48,7 +48,7 @@ def rl(given: dict[str, Any]) -> Call:
         (sft({"prover": [RecordedRollout(error="cut off")]}), "rollout 0: the recorded rollout is broken: cut off"),
         (sft({}, {"prover": [(chat_rollout("1"), 1)]}), "agent prover is not a verifier; only a verifier's guesses"),
         (sft({}, {"verifier": [(chat_rollout("1"), 2)]}), "agent verifier: label 2 is not 0 or 1"),
-        (sft({}, {"verifier": [(SAME, 1)]}), "without messages as text has no guess to replace"),
+        (sft({}, {"verifier": [(SAME, 1)]}), "rollout 0 with a replaced guess: its last trained message"),
         (dpo({}, {}), "the dataset is empty"),
         (dpo({"prover": [chat_rollout("1")]}, {"prover": []}), "1 positive and 0 negative examples"),
         (dpo({"judge": []}, {}), "agent judge is not in the model group"),
