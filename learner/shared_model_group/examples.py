@@ -55,7 +55,7 @@ def dpo_examples(
     """The pairs of all agents: example n of `positive` is better than example n of `negative`.
 
     An example is a rollout whose last trained message is compared; arrays have shape (example,). Raises ConfigError as
-    `sft_examples`, and where the two have different numbers, rounds or prompts.
+    `sft_examples`, and where the two have different numbers, rounds or prompts, or equal answers.
     """
     _check_names(agents, positive, negative)
     found: list[RecordedGroup] = []
@@ -230,6 +230,10 @@ def _pair(example_id: str, chosen: tuple[int, RecordedStep], rejected: tuple[int
         )
     if _prompt(chosen[1]) != _prompt(rejected[1]):
         raise ConfigError(f"example {example_id}: positive and negative answer different prompts; pair equal prompts")
+    if _answer(chosen[1]) == _answer(rejected[1]):
+        raise ConfigError(
+            f"example {example_id}: positive and negative are the same answer, which trains nothing; leave the pair out"
+        )
     return RecordedGroup.of(example_id, [_scored(chosen[1], 1.0), _scored(rejected[1], 0.0)])
 
 
@@ -238,6 +242,13 @@ def _prompt(step: RecordedStep) -> Any:
         return step.tokens.prompt_ids
     assert step.chat is not None
     return step.chat.messages
+
+
+def _answer(step: RecordedStep) -> Any:
+    if step.tokens is not None:
+        return step.tokens.completion_ids
+    assert step.chat is not None
+    return step.chat.answer
 
 
 def _scored(step: RecordedStep, score: float) -> RecordedRollout:

@@ -58,6 +58,8 @@ def rl(given: dict[str, Any]) -> Call:
         ),
         (dpo({"prover": [chat_rollout("1")]}, {"prover": [chat_rollout(None)]}), "rollout 0: a message is None"),
         (dpo({"prover": [SAME]}, {"prover": [OTHER_PROMPT]}), "positive and negative answer different prompts"),
+        (dpo({"prover": [SAME]}, {"prover": [SAME]}), "example prover/0: positive and negative are the same answer"),
+        (dpo({"prover": [chat_rollout("1")]}, {"prover": [chat_rollout("1")]}), "example prover/0: .* the same answer"),
         (dpo({"prover": [RecordedRollout()]}, {"prover": [SAME]}), "example 0: it has no message of the agent"),
         (rl({}), "the dataset is empty"),
         (rl({"prover": [[chat_rollout("1")]]}), "agent prover, group 0: a step has no tokens with log-probabilities"),
