@@ -30,6 +30,8 @@ from rollstream.schemas.events import (
 
 MAX_CLOSED = 10_000
 """Jobs, and ended runs, that are remembered when they are over: so many later ones before a repeat counts as new."""
+RETRIES_GO_ON_SINCE = 15
+"""The revision of jobs since which a retry goes on with the learning-rate schedule of the attempts before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +283,13 @@ def _close(state: LogState, job_id: str, model_group: str) -> None:
         state.queues.pop(model_group, None)
     open_runs = {job.run_id for jobs in state.queues.values() for job in jobs}
     state.ends = {run_id: offset for run_id, offset in state.ends.items() if run_id in open_runs}
+
+
+def schedule_of(job: JobSubmitted) -> tuple[int, int]:
+    """Batches of a job that earlier attempts have trained, and those at which its learning-rate schedule ends."""
+    goes_on = job.fine_tune is not None and job.settings.revision >= RETRIES_GO_ON_SINCE
+    first = job.fine_tune.first_batch if job.fine_tune is not None and goes_on else 0
+    return first, first + job.settings.num_versions
 
 
 def manifest_metrics(planned: BatchPlanned) -> dict[str, float]:

@@ -30,7 +30,7 @@ from rollstream.learner.model.tensor_file import from_bytes
 from rollstream.learner.parallel.process_ranks import DROP, LOAD, ProcessRanks
 from rollstream.learner.parallel.refusals import refused
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, checkpointed, write_shards
-from rollstream.learner.progress import TrainedStep, manifest_metrics
+from rollstream.learner.progress import TrainedStep, manifest_metrics, schedule_of
 from rollstream.learner.scoring.index import SCORES_SINCE, ScoreAsked
 from rollstream.learner.scoring.models import ScoringModels, compute_as_set
 from rollstream.learner.scoring.scored_batch import asked_of, batch_of, encoded
@@ -69,7 +69,8 @@ class JobTrainer:
         location = f"job {job.job_id}: algorithm"
         self._is_fork = job.fork is not None
         algorithm = table.settings_of(job.settings.algorithm, permissions, location)
-        self._settings = job.settings.model_copy(update={"algorithm": algorithm})
+        self._first_batch, num_versions = schedule_of(job)
+        self._settings = job.settings.model_copy(update={"algorithm": algorithm, "num_versions": num_versions})
         self._algorithm = table.algorithm(algorithm.name, permissions, location)
         table.check_fits(algorithm, self._settings.kind, f"job {job.job_id}")
         if ranks.num > 1 and (what := refused(self._settings)):
@@ -302,7 +303,7 @@ class JobTrainer:
                 batch,
                 self._algorithm,
                 self._settings,
-                index=planned.num_trained,
+                index=self._first_batch + planned.num_trained,
                 seed=planned.seed,
                 reference=self._reference,
                 version=planned.trains_at_version,

@@ -35,6 +35,7 @@ from rollstream.schemas.events import (
 )
 from rollstream.schemas.events.rollouts import Completion, TokenSequence
 from rollstream.schemas.events.training import BatchMember
+from rollstream.schemas.events.weights import FineTune
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings, OptimizerSettings
 from tests.rigs.counting_log import CountingLog
@@ -121,7 +122,13 @@ class Lab:
         await self.log.send(RunStarted(run_id=RUN, time_ms=1, name="n", **given))
 
     async def submit(
-        self, name: str = "rl", *, base_version: int = 0, model_group: str = GROUP, **changes: Any
+        self,
+        name: str = "rl",
+        *,
+        base_version: int = 0,
+        model_group: str = GROUP,
+        fine_tune: FineTune | None = None,
+        **changes: Any,
     ) -> JobSubmitted:
         job = JobSubmitted(
             run_id=RUN,
@@ -130,6 +137,7 @@ class Lab:
             model_group=model_group,
             base_version=base_version,
             settings=self.settings(**changes),
+            fine_tune=fine_tune,
         )
         await self.log.send(job)
         return job

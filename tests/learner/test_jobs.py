@@ -26,7 +26,9 @@ from rollstream.schemas.events import (
     StepTrained,
     WeightsPublished,
 )
-from rollstream.schemas.settings import LoraSettings, ModelSettings
+from rollstream.schemas.events.weights import FineTune
+from rollstream.schemas.settings import LoraSettings, ModelSettings, OptimizerSettings
+from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 
 async def failure(lab: Any) -> str:
@@ -34,6 +36,26 @@ async def failure(lab: Any) -> str:
     (failed,) = await lab.events("jobs", JobFailed)
     assert "\n" not in failed.error
     return failed.error
+
+
+@pytest.mark.parametrize(("revision", "rates"), [(15, [3, 2, 1]), (14, [5, 10 / 3, 5 / 3])])
+def test_a_retried_fine_tuning_job_goes_on_with_its_schedule(lab: Any, revision: int, rates: list[float]) -> None:
+    """Two of its five batches were trained by the attempt before."""
+
+    async def scenario() -> None:
+        data = {"data": lab.artifacts.put_bytes(b"", ".jsonl"), "data_sha256": "", "num_examples": 5, "agents": ("a",)}
+        of_batches = {"config_sha256": "", "parent_version": 0, "num_batches": 5, "batch_size": 1, "first_batch": 2}
+        linear = OptimizerSettings(learning_rate=5.0, schedule="linear")
+        how = {"fine_tune": FineTune(**data, **of_batches), "optimizer": linear, "revision": revision}
+        job = await lab.submit(num_versions=3, **how)
+        await lab.plan(job, 3)
+        await lab.work(lab.has(JobSucceeded))
+        steps = await steps_of(lab)
+        assert [step.metrics["optimizer/learning_rate"] for step in steps.values()] == pytest.approx(rates)
+        assert (await lab.events("jobs", JobProgressed))[-1].percent == 100
+        await assert_retrained(lab, job, steps)
+
+    asyncio.run(scenario())
 
 
 def test_a_missing_model_folder_fails_the_job_and_the_next_one_is_served(lab: Any) -> None:
