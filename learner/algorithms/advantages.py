@@ -25,11 +25,16 @@ OWN_STEPS_SINCE = 12
 
 
 def group_std(rewards_G: Sequence[float]) -> list[float]:
-    """(r - mean) / (std + 1e-6), of the sample (GRPO, arXiv 2402.03300, section 4.1.2); 0 for one member."""
+    """(r - mean) / (std + 1e-6), of the sample (GRPO, arXiv 2402.03300, section 4.1.2); 0 for one member.
+
+    Not a number if the deviation is infinite: a division by it would give 0.
+    """
     centred_G = group_mean(rewards_G)
     if len(rewards_G) < 2:
         return centred_G
     std = math.sqrt(math.fsum(value * value for value in centred_G) / (len(rewards_G) - 1))
+    if math.isinf(std):
+        return [math.nan] * len(centred_G)
     return [value / (std + EPSILON) for value in centred_G]
 
 

@@ -5,15 +5,19 @@ from typing import Any
 
 import orjson
 
-from rollstream.learner.algorithms.base import BatchView
+from rollstream.learner.algorithms.base import BatchView, Member
 from rollstream.learner.algorithms.pairs import items_of, pairs_of, rows_of_pairs
 from rollstream.learner.model.collate import member_of, rows_of
 from rollstream.learner.scoring.index import ScoreAsked
 from rollstream.learner.scoring.scores import NONE, Scores, by_sequence, scored_rows, spans_of
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
+from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
 from rollstream.schemas.events.weights import Scorer
-from rollstream.schemas.settings import NEWEST_REVISION, OWN_VERSIONS_SINCE, PAIRS_HAVE_MEMBERS_SINCE
+from rollstream.schemas.settings import MAX_REWARD_SUM, NEWEST_REVISION, OWN_VERSIONS_SINCE, PAIRS_HAVE_MEMBERS_SINCE
+
+CHECKS_REWARDS_SINCE = 15
+"""The revision of jobs since which a reward that is too large fails the job with the name of its rollout."""
 
 
 def batch_of(
@@ -30,6 +34,8 @@ def batch_of(
     """
     found = list(zip(trajectories, planned.members, strict=True))
     members = [member_of(one, reward=its.reward, staleness=its.staleness) for one, its in found]
+    if revision >= CHECKS_REWARDS_SINCE:
+        _check_rewards(members)
     by_role = {
         role: {index: by_sequence(trajectories[index], values) for index, values in by_member.items()}
         for role, by_member in scores.by_role.items()
@@ -56,6 +62,20 @@ def batch_of(
         )
     ]
     return BatchView(rows, members)
+
+
+def _check_rewards(members: Sequence[Member]) -> None:
+    """Raises DecodeError naming the first rollout with a reward whose squares, summed over a batch, would overflow.
+
+    Assembly and submissions refuse such rewards; the log may have those of other programs.
+    """
+    for member in members:
+        found = (member.reward, *member.rewards.values(), *member.step_rewards.values())
+        if abs(largest := max(found, key=abs)) > MAX_REWARD_SUM:
+            raise DecodeError(
+                f"rollout {member.rollout_id}, agent {member.agent}: reward {largest:g} is beyond {MAX_REWARD_SUM:g}; "
+                "scale the rewards down"
+            )
 
 
 def asked_of(

@@ -219,6 +219,31 @@ def test_a_kept_set_without_the_sampled_token_fails_its_job_and_names_the_trajec
     asyncio.run(scenario())
 
 
+class LargeRewardLab(Lab):
+    """A rollout of job `bad` has a reward that assembly would refuse."""
+
+    def trajectory(self, job: JobSubmitted, index: int, position: int, **how: Any) -> TrajectoryAssembled:
+        made = super().trajectory(job, index, position, **how)
+        is_large = job.job_id == "run-1/bad" and position == 1
+        return made.model_copy(update={"reward": 1e160}) if is_large else made
+
+
+def test_a_reward_whose_square_would_overflow_fails_its_job_and_names_the_rollout(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    async def scenario() -> None:
+        lab = LargeRewardLab(tmp_path, tiny_model)
+        await lab.plan(await lab.submit("bad"), 1)
+        await lab.plan(await lab.submit("good"), 1)
+        await lab.work(lab.has(JobSucceeded))
+        (failed,) = await lab.events("jobs", JobFailed)
+        assert failed.job_id == "run-1/bad"
+        assert "rollout run-1/bad/e00000/t00000/m1" in failed.error
+        assert failed.error.endswith(": reward 1e+160 is beyond 1e+150; scale the rewards down")
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("lab_class", "kind", "algorithm"),
     [

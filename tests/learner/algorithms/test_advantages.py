@@ -42,6 +42,10 @@ def test_group_std_divides_by_the_samples_deviation() -> None:
     assert advantages.group_std(REWARDS) == pytest.approx([0.5 / deviation * s for s in (1, -1, -1, 1)], rel=1e-5)
 
 
+def test_a_deviation_beyond_all_numbers_gives_no_advantages_of_0() -> None:
+    assert all(map(math.isnan, advantages.group_std([1e300, 0.0, 0.0])))
+
+
 def test_leave_one_out_compares_with_the_others() -> None:
     assert advantages.leave_one_out([3.0, 0.0, 0.0]) == pytest.approx([3.0, -1.5, -1.5])
 
