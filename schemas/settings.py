@@ -351,8 +351,9 @@ class JobSettings(Settings):
     13, the versions of another model group, as in a what-if, are not compared with that of the weights. Since 14, rows
     of pairs name the member that gave the answer (before, the batch's first), and advantages and weights that float32
     does not hold fail the job (before, their steps were skipped). Since 15, rollouts of weight 0 count in the mean of
-    `expert_iteration`, the learning-rate schedule of a retried fine-tuning job goes on (before, it began again), and a
-    reward above `MAX_REWARD_SUM` fails the job."""
+    `expert_iteration`, the learning-rate schedule of a retried fine-tuning job goes on (before, it began again), a
+    reward above `MAX_REWARD_SUM` fails the job, and the KL penalty of `reinforce_pp` is summed over a rollout (before,
+    over a row)."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""
 

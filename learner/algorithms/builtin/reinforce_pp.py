@@ -1,5 +1,7 @@
 """REINFORCE++: rewards less a KL penalty by token, normalised over all tokens of the batch."""
 
+import math
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +15,9 @@ from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.policy_gradient import ClippedSettings, ReinforcePpSettings
 from rollstream.schemas.settings import CORRECTED_SINCE
 
+SUMS_ROLLOUTS_SINCE = 15
+"""The revision of jobs since which a KL penalty is summed over all rows of a rollout."""
+
 
 class ReinforcePp(Clipped):
     """See `prepare`; the loss is the clipped objective (arXiv 2501.03262, section 3)."""
@@ -20,17 +25,17 @@ class ReinforcePp(Clipped):
     Settings = ReinforcePpSettings
 
     def prepare(self, batch: BatchView, settings: ReinforcePpSettings) -> Prepared:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A_t = r - b sum over i >= t of (log q_i - log p_ref,i), less the mean and divided by the deviation of all
-        such values of the agent's trained tokens in the batch; q the policy that sampled, b `kl_coefficient`. If b is
-        0, by rollout, as `advantage` says.
+        """A_t = r - b sum over i >= t in the rollout of (log q_i - log p_ref,i), less the mean and divided by the
+        deviation of all such values of the agent's trained tokens in the batch; q the policy that sampled, b
+        `kl_coefficient`. If b is 0, by rollout, as `advantage` says.
         """
         if not settings.kl_coefficient:
             return super().prepare(batch, settings)
         own = "group_mean" if settings.advantage == "reinforce_pp_baseline" else "none"
         prepared = super().prepare(batch, settings.model_copy(update={"advantage": own}))
         values = [
-            given - settings.kl_coefficient * _kl_ahead(row, batch.revision)
-            for row, given in zip(batch.rows, prepared.advantages, strict=True)
+            given - settings.kl_coefficient * ahead
+            for given, ahead in zip(prepared.advantages, _kl_ahead(batch), strict=True)
         ]
         counted = [row.mask for row in batch.rows]
         if prepared.keep and batch.revision >= CORRECTED_SINCE:
@@ -49,12 +54,32 @@ class ReinforcePp(Clipped):
         return super().loss(tokens._replace(reference_N=None), settings)
 
 
-def _kl_ahead(row: Row, revision: int) -> NDArray[np.float64]:
-    """(T,): log q - log p of the reference, each bounded, summed over a token and those after it."""
+def _kl_ahead(batch: BatchView) -> list[NDArray[np.float64]]:
+    """(T,) a row: log q - log p of the reference, each bounded, summed over a token and those after it in its rollout:
+    those after it in its row, and all of later steps in other rows.
+    """
+    ratios = [_log_ratio(row, batch.revision) for row in batch.rows]
+    found = [np.cumsum(ratio[::-1])[::-1] for ratio in ratios]
+    if batch.revision < SUMS_ROLLOUTS_SINCE:
+        return found
+    steps: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
+    for index, (row, ratio) in enumerate(zip(batch.rows, ratios, strict=True)):
+        for part in row.completions:
+            of_step = float(ratio[part.start : part.start + part.length].sum())
+            steps[row.member].append((index, part.step_index, of_step))
+    for index, row in enumerate(batch.rows):
+        others = [(step, value) for other, step, value in steps[row.member] if other != index]
+        for part in row.completions:
+            later = math.fsum(value for step, value in others if step > part.step_index)
+            found[index][part.start : part.start + part.length] += later
+    return found
+
+
+def _log_ratio(row: Row, revision: int) -> NDArray[np.float64]:
+    """(T,): log q - log p of the reference, bounded; 0 where nothing was sampled."""
     if "reference" not in row.scores:
         raise RunFailedError(
             "a KL penalty in the rewards needs recorded scores, which jobs have since revision 6; submit a new job"
         )
     recorded = recorded_log_ratio(row.logprobs, row.scores["reference"], revision)
-    log_ratio = np.where(row.mask, recorded, 0.0).astype(np.float64)
-    return np.cumsum(log_ratio[::-1])[::-1]
+    return np.where(row.mask, recorded, 0.0).astype(np.float64)

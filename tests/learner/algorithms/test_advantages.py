@@ -199,6 +199,30 @@ def test_estimators_with_a_scale_of_the_batch_keep_groups_of_equal_rewards() -> 
         assert settings.needs.flat_groups
 
 
+def of_two_calls(*, split: bool, revision: int) -> BatchView:
+    """A rollout of two calls of two tokens, in one row or in two, and another one without divergence."""
+
+    def row(index: int, divergence: float, *steps: int) -> Row:
+        mask = np.repeat([part % 2 == 1 for part in range(2 * len(steps))], 2)
+        parts = tuple(Completion(step_index=step, start=4 * n + 2, length=2) for n, step in enumerate(steps))
+        logprobs, given = np.where(mask, -1.0, 0).astype(np.float32), np.full(len(mask), -1 - divergence, np.float32)
+        return Row(np.zeros(len(mask), np.int32), mask, logprobs, index, parts, scores={"reference": given})
+
+    first = [row(0, 1.0, 1), row(0, 1.0, 0)] if split else [row(0, 1.0, 0, 1)]
+    return BatchView([*first, row(1, 0.0, 0)], [member("g", n, "a", 1.0 - n) for n in (0, 1)], revision=revision)
+
+
+@pytest.mark.parametrize(("revision", "is_equal"), [(15, True), (14, False)])
+def test_the_penalty_of_reinforce_pp_is_summed_over_all_rows_of_a_rollout(revision: int, is_equal: bool) -> None:
+    found = []
+    for split in (False, True):
+        batch = of_two_calls(split=split, revision=revision)
+        prepared = ReinforcePp().prepare(batch, ReinforcePpSettings(kl_coefficient=0.5))
+        values = zip(prepared.advantages, batch.rows, strict=True)
+        found.append(sorted(value for given, row in values for value in np.asarray(given)[row.mask].tolist()))
+    assert (found[0] == pytest.approx(found[1])) == is_equal
+
+
 def test_reinforce_pp_baseline_takes_the_groups_mean_and_the_batchs_scale() -> None:
     members = [member(group, index, "a", reward) for group, rewards in (("g", [1.0, 0.0]), ("h", [4.0, 0.0]))
                for index, reward in enumerate(rewards)]  # fmt: skip
