@@ -1,4 +1,4 @@
-"""Which of an agent's messages a replaced guess and a pair are about."""
+"""The messages of an agent that a replaced guess and a pair are about."""
 
 from typing import Any
 
