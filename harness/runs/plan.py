@@ -24,7 +24,7 @@ from rollstream.harness.runs.follower import follow
 from rollstream.harness.runs.preflight import environment_of, users_code
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.sampling_checks import reads_base_models
-from rollstream.harness.runs.stored_config import check_stored, name_changes
+from rollstream.harness.runs.stored_config import check_stored, check_variables, from_variables, name_changes
 from rollstream.learner.versions import library_versions
 from rollstream.producers.league.draw import frozen_player
 from rollstream.producers.league.opponents import PublishedVersions, base_model_of
@@ -93,6 +93,7 @@ async def new_run(
         idle_timeout_s=config.trainer.run_idle_timeout_s,
         parent=parent,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        from_variables=from_variables(jobs, loaded.written),
     )
     return RunPlan(started, jobs, is_new=True)
 
@@ -207,6 +208,7 @@ async def open_run(
     started = progress.job(ids.job_id(run_id, ids.TRAINING)).started
     planning = stored.config.trainer.planning if started is None else started.plan.planning
     jobs = jobs_of(planned_as(stored.config, planning), run_id, is_fork=is_fork)
+    check_variables(progress, jobs, stored.config.trainer.run_idle_timeout_s)
     trainer = block_of(loaded.finetune, "trainer")
     is_alike = "planning" not in trainer.model_fields_set or trainer.planning == planning
     given = planned_as(loaded.config, planning) if is_alike else loaded.config

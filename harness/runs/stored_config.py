@@ -6,13 +6,19 @@ values a resumed run was not started with.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
+
+from rollstream.harness.runs.progress import Progress
 from rollstream.learner.shared_model_group.job_queue import GROUP_KEY
+from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError, NotAllowedError
 from rollstream.schemas.permissions import CODE, COMMAND, FILE, shown
-from rollstream.schemas.variables import conceal, is_secret_name, one_line, variables_in
+from rollstream.schemas.settings import JobSpec
+from rollstream.schemas.variables import conceal, expand, is_secret_name, one_line, references, variables_in
 
 TRUST = "--trust"
 _MAX_TOLD = 4
@@ -121,6 +127,98 @@ def name_changes(
             return True
 
     return _listed([change for change in changes(stored, given) if matters(change)])
+
+
+def check_variables(progress: Progress, jobs: Iterable[JobSpec], idle_timeout_s: float) -> None:
+    """Raises ConfigError if a variable of the stored configuration gives a job another value than was recorded.
+
+    Compares what the beginning of the run and its jobs recorded. `jobs`, `idle_timeout_s`: as the configuration gives
+    them now.
+    """
+    run = progress.run
+    assert run is not None
+    recorded: dict[str, Any] = {**run.from_variables, "run_idle_timeout_s": run.idle_timeout_s}
+    for job_id, job in progress.jobs.items():
+        recorded |= {} if job.submitted is None else _values(job.submitted.settings, f"{job_id}.job")
+        if job.started is not None:
+            recorded |= _values(job.started.plan, f"{job_id}.plan") | _values(job.started.rollout, f"{job_id}.rollout")
+    now = {**values_of(jobs), "run_idle_timeout_s": idle_timeout_s}
+    changed = {
+        Change(key, recorded[path], now[path]): None
+        for path, key in _keys_with_variables(now, run.config).items()
+        if path in recorded and recorded[path] != now[path]
+    }
+    if changed:
+        raise ConfigError(
+            f"variables of the configuration gave run {run.run_id} other values when it began: "
+            f"{', '.join(str(change) for change in list(changed)[:_MAX_TOLD])}; set them as they were, or start a new "
+            "run"
+        )
+
+
+def from_variables(jobs: Iterable[JobSpec], written: Mapping[str, Any]) -> dict[str, JsonValue]:
+    """The settings of jobs, by path, that variables of their configuration give. Of these alone a run's log does not
+    know the values by its configuration.
+    """
+    values = values_of(jobs)
+    return {path: values[path] for path in _keys_with_variables(values, written)}
+
+
+def values_of(jobs: Iterable[JobSpec]) -> dict[str, Any]:
+    """Texts and numbers in the settings of jobs, by path."""
+    found: dict[str, Any] = {}
+    for spec in jobs:
+        for part in ("job", "plan", "rollout"):
+            found |= _values(getattr(spec, part), f"{spec.job_id}.{part}")
+        if spec.fork is not None:
+            name = ids.version_name(spec.fork.run_id, spec.fork.version, spec.fork.model_group)
+            found[f"{spec.job_id}.fork.version"] = name
+    return found
+
+
+def _values(value: Any, path: str) -> dict[str, Any]:
+    if isinstance(value, (BaseModel, Mapping)):
+        items: Iterable[tuple[Any, Any]] = dict(value).items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    else:
+        return {path: value}
+    return {inner: one for key, item in items for inner, one in _values(item, f"{path}.{key}").items()}
+
+
+def _keys_with_variables(values: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The configuration's key with a variable that gives a value, by the value's path; of other values nothing.
+
+    A number or a truth value is that of a key with the same name; a text may have another name in a job.
+    """
+    texts = [(key, str(expand(text, os.environ))) for key, text in _texts_with_variables(written)]
+    return {
+        path: key for path, value in values.items() for key, text in reversed(texts) if _gives(key, text, path, value)
+    }
+
+
+def _gives(key: tuple[str, ...], text: str, path: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return value == text or value.endswith(f"/{text}")
+    if value is None or _name_of(key) != _name_of(path.split(".")):
+        return False
+    try:
+        return bool(TypeAdapter[Any](type(value)).validate_python(text) == value)
+    except ValidationError:
+        return False
+
+
+def _name_of(path: Iterable[str]) -> str:
+    """The last part of a path that is not a position in a list."""
+    return [part for part in path if not part.isdigit()][-1]
+
+
+def _texts_with_variables(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    if isinstance(value, (Mapping, list)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _texts_with_variables(item, (*path, str(key)))
+    elif isinstance(value, str) and next(references(value), None) is not None:
+        yield path, value
 
 
 def _listed(found: Iterable[Change]) -> str:

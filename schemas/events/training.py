@@ -58,6 +58,8 @@ class RunStarted(Event):
     is_what_if: bool = False
     """It trains on its parent's rollouts and has none of its own."""
     started_at: str = ""
+    from_variables: dict[str, JsonValue] = added({})
+    """Values of the jobs' settings that `${ENV}` of the configuration gave, by path (`JOB.plan.num_epochs`)."""
 
     @property
     def event_id(self) -> str:

@@ -10,6 +10,7 @@ import pytest
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.config import file as config_file
+from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.runs.driver import lacking, located
 from rollstream.harness.runs.plan import RunPlan, new_run, open_run
 from rollstream.harness.runs.progress import Progress
@@ -30,15 +31,15 @@ class Recorded:
         asyncio.run(self._begin())
 
     async def _begin(self) -> None:
-        run = await new_run(self.log, self.artifacts, self._loaded(), "run", run_id="run-1")
+        run = await new_run(self.log, self.artifacts, self.load(), "run", run_id="run-1")
         await self.log.send_all(await located(self.log, Progress("run-1"), lacking(Progress("run-1"), *run[:2])))
 
-    def _loaded(self, *overrides: tuple[str, str]) -> config_file.Loaded:
+    def load(self, *overrides: tuple[str, str]) -> config_file.Loaded:
         return config_file.load(self.write(self.written), overrides)
 
     def resume(self, *overrides: tuple[str, str], artifacts: ArtifactStore | None = None) -> RunPlan:
         """The run, resumed with changes."""
-        return asyncio.run(open_run(self.log, artifacts or self.artifacts, self._loaded(*overrides), "run-1"))
+        return asyncio.run(open_run(self.log, artifacts or self.artifacts, self.load(*overrides), "run-1"))
 
 
 @pytest.fixture
@@ -106,3 +107,71 @@ def test_a_store_may_be_moved_but_must_have_the_dataset_of_a_resumed_run(recorde
         recorded.resume(artifacts=ArtifactStore(str(moved)))
     (recorded.folder / "artifacts").rename(moved)
     assert not recorded.resume(artifacts=ArtifactStore(str(moved))).is_new
+
+
+@pytest.fixture
+def with_variables(
+    tmp_path: Path, written: dict[str, Any], write: Callable[[dict[str, Any]], Path], monkeypatch: pytest.MonkeyPatch
+) -> Recorded:
+    """A run with a warm start whose settings come from variables."""
+    given = {
+        "EPOCHS": "40",
+        "RATE": "0.01",
+        "REWARD": "first",
+        "MODEL": "model",
+        "DEVICE": "cpu",
+        "IDLE": "90",
+        "SEED": "1",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    written["finetuning"]["num_epochs"] = "${EPOCHS}"
+    written["finetuning"]["output_dir"] = "${MODEL}-out"
+    written["trainers"]["t"]["run_idle_timeout_s"] = "${IDLE}"
+    adapter, builder = written["trainer_adapters"]["a"], written["trajectory_builders"]["b"]
+    adapter |= {"seed": "${SEED}", "optimizer": {"learning_rate": "${RATE}"}, "warm_start": {"num_epochs": 40}}
+    adapter["model"]["path"] = f"{tmp_path}/${{MODEL}}"
+    builder |= {"rewards": ["${REWARD}"], "engine": {"kind": "transformers", "device": "${DEVICE}"}}
+    return Recorded(tmp_path, written, write)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("EPOCHS", "5", "finetuning.num_epochs (recorded: 40, given: 5)"),
+        ("RATE", "0.02", "trainer_adapters.a.optimizer.learning_rate (recorded: 0.01, given: ${RATE})"),
+        ("REWARD", "second", 'trajectory_builders.b.rewards.0 (recorded: "first", given: "${REWARD}")'),
+        ("IDLE", "60", "trainers.t.run_idle_timeout_s (recorded: 90.0, given: 60.0)"),
+    ],
+)
+def test_a_variable_that_gives_another_value_than_was_recorded_is_refused(
+    with_variables: Recorded, monkeypatch: pytest.MonkeyPatch, name: str, value: str, named: str
+) -> None:
+    assert with_variables.resume().jobs[-1].plan.num_epochs == 40
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as refused:
+        with_variables.resume()
+    assert f"gave run run-1 other values when it began: {named}; set them as they were" in str(refused.value)
+
+
+def test_variables_of_paths_and_engines_may_have_other_values(
+    with_variables: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "model").rename(tmp_path / "moved")
+    monkeypatch.setenv("MODEL", "moved")
+    monkeypatch.setenv("DEVICE", "cuda")
+    assert with_variables.resume().jobs[0].job.model.path == f"{tmp_path}/${{MODEL}}"
+
+
+def test_a_job_that_has_begun_is_compared_with_what_it_recorded_itself(
+    with_variables: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = with_variables.resume()
+    older = run.started.model_copy(update={"run_id": "run-2", "from_variables": {}})
+    jobs = jobs_of(with_variables.load().config, "run-2")
+    asyncio.run(with_variables.log.send_all(lacking(Progress("run-2"), older, jobs)))
+    monkeypatch.setenv("EPOCHS", "5")  # of the job that has not begun
+    assert asyncio.run(open_run(with_variables.log, with_variables.artifacts, with_variables.load(), "run-2"))
+    monkeypatch.setenv("SEED", "2")
+    with pytest.raises(ConfigError, match=r"trainer_adapters\.a\.seed \(recorded: 1, given: 2\)"):
+        asyncio.run(open_run(with_variables.log, with_variables.artifacts, with_variables.load(), "run-2"))
