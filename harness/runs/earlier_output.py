@@ -1,17 +1,18 @@
-"""Moves the files of another run in `output_dir` away when a run starts or goes on.
+"""Checks `output_dir`, and moves the files of another run in it away when a run starts or goes on.
 
 A folder never mixes two runs: the histories of a failed run would otherwise lie next to the model of another one.
 """
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import orjson
 
-from rollstream.eventlog.files import move, write_whole
+from rollstream.eventlog.files import move, obstacle, write_whole
+from rollstream.schemas.algorithm_settings import teacher_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.variables import expand
@@ -41,6 +42,23 @@ BESIDE_WEIGHTS = (
     "merges.txt",
     "chat_template*",
 )
+
+
+def check_output_dir(config: RunConfig, env: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError if the output folder cannot be written, or is that of a base model or teacher of the run.
+
+    The trained model would replace its files. Creates nothing.
+    """
+    folder = config.finetuning.output_dir
+    if why := obstacle(folder):
+        raise ConfigError(f"finetuning.output_dir: {folder} cannot be used: {why}; choose another folder")
+    models = set[Path]() if config.is_external else _bases(config, env) | _teachers(config, env)
+    for one in (folder, *(folder / name for name in _groups(config))):
+        if one.resolve() in models:
+            raise ConfigError(
+                f"finetuning.output_dir: {one} is the folder of a model or teacher of the run, whose files the trained "
+                "model would replace; choose another folder"
+            )
 
 
 def take_output_dir(
@@ -147,10 +165,19 @@ def _names(folder: Path) -> Iterator[Path]:
 
 def _bases(config: RunConfig, env: Mapping[str, str]) -> set[Path]:
     """Paths of the base models; without those that only external services know."""
+    return _folders((one.adapter.model.path for one in config.by_group().values()), env)
+
+
+def _teachers(config: RunConfig, env: Mapping[str, str]) -> set[Path]:
+    teachers = (teacher_of(one.adapter.algorithm) for one in config.trained().values())
+    return _folders((one.path for one in teachers if one is not None and one.path), env)
+
+
+def _folders(paths: Iterable[str], env: Mapping[str, str]) -> set[Path]:
     found: set[Path] = set()
-    for one in config.by_group().values():
+    for path in paths:
         with suppress(ConfigError):
-            found.add(Path(str(expand(one.adapter.model.path, env, "model.path"))).expanduser().resolve())
+            found.add(Path(str(expand(path, env, "model.path"))).expanduser().resolve())
     return found
 
 

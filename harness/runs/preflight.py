@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from rollstream.eventlog.files import obstacle
 from rollstream.harness.config import nat_workflows
 from rollstream.harness.config.checks import check_hub, check_model, check_ranks, check_teacher, check_trackers
 from rollstream.harness.config.jobs import ENDPOINT, jobs_of, served_models
@@ -28,6 +27,7 @@ from rollstream.harness.config.rewards import (
     permissions_of,
     warn_weights,
 )
+from rollstream.harness.runs.earlier_output import check_output_dir
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.addresses import check_port, is_this_machine, is_unspecified
 from rollstream.harness.services.optional_dependencies import check_learner, check_quantized
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 def check_paths(config: RunConfig) -> None:
     """Raises ConfigError if libraries or the model folder are missing, the learner's processes cannot train a job, no
-    artifact store has the given URI, or the output folder cannot be written. Creates nothing.
+    artifact store has the given URI, or the output folder cannot be used. Creates nothing.
     """
     if config.builder.services == "managed" and not config.is_external:
         check_learner()
@@ -74,9 +74,7 @@ def check_paths(config: RunConfig) -> None:
             check_teacher(one.adapter.algorithm, config.builder.sampling, path, at, served_models(config))
     check_ranks(config, jobs_of(config, "run"))
     _check_store(config)
-    folder = config.finetuning.output_dir
-    if why := obstacle(folder):
-        raise ConfigError(f"finetuning.output_dir: {folder} cannot be used: {why}; choose another folder")
+    check_output_dir(config)
 
 
 def _check_store(config: RunConfig) -> None:

@@ -13,7 +13,12 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import RunLocation
 from rollstream.harness.runs import earlier_output
 from rollstream.harness.runs.display import Display
-from rollstream.harness.runs.earlier_output import list_groups, move_earlier_output, take_output_dir
+from rollstream.harness.runs.earlier_output import (
+    check_output_dir,
+    list_groups,
+    move_earlier_output,
+    take_output_dir,
+)
 from rollstream.harness.runs.run_context import RunRequest, WorkspaceLease, connected
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
@@ -209,3 +214,19 @@ def test_a_run_that_is_refused_at_its_start_leaves_the_folder_as_it_is(
         asyncio.run(begin())
     assert names(output) == {*MODEL, *HISTORY}
     assert "earlier" not in shown.getvalue()
+
+
+@pytest.mark.parametrize("folder", ["model", "elsewhere/../model", "teacher", "groups"])
+def test_the_folder_of_a_model_or_a_teacher_is_not_written_to(
+    written: dict[str, Any], tmp_path: Path, folder: str
+) -> None:
+    adapter = written["trainer_adapters"]["a"]
+    check_output_dir(config_file.resolve(written).config)
+    adapter["algorithm"] = {"name": "opd", "teacher": str(tmp_path / "teacher")}
+    if folder == "groups":
+        (tmp_path / "groups").mkdir()
+        (tmp_path / "groups" / "provers").symlink_to(tmp_path / "model")
+        written["trajectory_builders"]["b"]["agents"] = {"prover": "provers", "verifier": "verifiers"}
+    written["finetuning"]["output_dir"] = str(tmp_path / folder)
+    with pytest.raises(ConfigError, match=r"finetuning\.output_dir: .* is the folder of a model or teacher of the run"):
+        check_output_dir(config_file.resolve(written).config)
