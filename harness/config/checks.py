@@ -139,6 +139,27 @@ def check_trackers(config: RunConfig) -> None:
             raise ConfigError(f"{location}.{index}: is the same tracker as {location}.{first}; remove one of them")
 
 
+def check_builder(config: RunConfig) -> None:
+    """Raises ConfigError for a new run whose builder names a reward twice or no agent, or whose seed is too large.
+
+    Recorded runs may have such keys.
+    """
+    location, rewards = f"trajectory_builders.{config.finetuning.trajectory_builder}", config.builder.rewards
+    twice = next((name for index, name in enumerate(rewards) if name in rewards[:index]), None)
+    if twice is not None:
+        raise ConfigError(
+            f"{location}.rewards: {twice} is named twice and would count twice; name it once, and set its weight in "
+            "reward_weights"
+        )
+    if not config.builder.agents:
+        raise ConfigError(f"{location}.agents: is empty; name at least one agent, or leave the key out")
+    if config.adapter.seed >= 2**63:
+        raise ConfigError(
+            f"trainer_adapters.{config.finetuning.trainer_adapter}.seed: is {config.adapter.seed}, and the metrics "
+            "hold numbers below 2^63; give a smaller one"
+        )
+
+
 def check_trainer(finetune: FinetuneConfig, trainer: TrainerSection) -> None:
     """Raises ConfigError for settings that a streamed run does not support."""
     location = f"trainers.{finetune.trainer}"

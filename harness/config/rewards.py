@@ -16,6 +16,7 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, nearest
 from rollstream.schemas.evaluators import SECTION, Evaluator, LlmJudge, answer_key, kind_of
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 from rollstream.schemas.permissions import (
     COMMAND,
     GATEWAY,
@@ -123,6 +124,25 @@ def check_evaluators(config: RunConfig, env: Mapping[str, str] = os.environ) -> 
     for name, block in config.evaluators.items():
         if _is_ours(block) or name in config.reward_functions:
             read(name, block, permissions_of(config, env), compiles_patterns=True)
+
+
+def check_agents(config: RunConfig, env: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError for a new run with an evaluator of an agent that it does not have.
+
+    Where rollouts are played outside, their agents are known only if the configuration names them.
+    """
+    from rollstream.producers.evaluators.table import read
+
+    is_outside = config.environment in (*MADE_ELSEWHERE, GATEWAY) or config.environment.startswith(COMMAND)
+    if is_outside and "agents" not in config.builder.model_fields_set:
+        return
+    for name, block in evaluators_of(config).items():
+        agent = getattr(read(name, block, permissions_of(config, env)), "agent", None)
+        if agent is not None and agent not in config.agents:
+            raise ConfigError(
+                f"{SECTION}.{name}.agent: {agent!r} is not an agent of the run, so no answer would be scored; name one "
+                f"of: {', '.join(config.agents)}"
+            )
 
 
 def check_reward(config: RunConfig, name: str, env: Mapping[str, str] = os.environ) -> None:

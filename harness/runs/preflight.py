@@ -19,6 +19,7 @@ from rollstream.harness.config import nat_workflows
 from rollstream.harness.config.checks import check_hub, check_model, check_ranks, check_teacher, check_trackers
 from rollstream.harness.config.jobs import ENDPOINT, jobs_of, served_models
 from rollstream.harness.config.rewards import (
+    check_agents,
     check_evaluators,
     check_examples,
     check_reward,
@@ -147,6 +148,7 @@ def _check_validation(config: RunConfig, validation: RunConfig, path: Path, *, i
             check_command(load(path))
             check_reward_names(validation)
             (check_rewards if is_known_here else check_evaluators)(validation)
+            check_agents(validation)
         elif is_known_here:
             _import_modules(validation)
     except ConfigError as error:

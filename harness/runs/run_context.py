@@ -116,7 +116,7 @@ def check_run(run_request: RunRequest) -> "list[Example] | None":
     check_engines(config)
     if is_new:
         check_sampling(config, run_request.loaded.finetune)
-        check_groups(config, run_request.loaded.finetune)
+        check_groups(config, run_request.loaded.finetune, is_fork=run_request.fork is not None)
         check_models(config)
     examples = check_datasets(config, is_new=is_new)
     check_endpoint(config, is_new=is_new)

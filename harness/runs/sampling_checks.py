@@ -11,10 +11,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from rollstream.harness.config.checks import warn, warn_meaningless
+from rollstream.harness.config.checks import check_builder, warn, warn_meaningless
 from rollstream.harness.config.jobs import jobs_of, served_models
 from rollstream.harness.config.resolve import block_of, is_ours
+from rollstream.harness.config.rewards import check_agents
 from rollstream.harness.config.unused_keys import of_engine
+from rollstream.harness.runs.preflight import environment_of
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.devices import device_of
@@ -59,6 +61,21 @@ def check_engines(config: RunConfig) -> None:
         known = settings_of(engine, os.environ, location)
         _check_loads(location, known, "name an engine that does")
         _warn_unused(location, engine, known, config)
+
+
+def _check_demonstrator(config: RunConfig, *, is_fork: bool) -> None:
+    """Raises ConfigError for a warm start in an environment without a demonstrator. Recorded rollouts need none."""
+    warm = config.adapter.warm_start
+    if warm is None or (is_fork and not warm.in_forks):
+        return
+    if config.builder.services == "external" or config.environment in MADE_ELSEWHERE:
+        return
+    if not environment_of(config).has_demonstrator:
+        raise ConfigError(
+            f"trainer_adapters.{config.finetuning.trainer_adapter}.warm_start: environment {config.environment} has no "
+            "demonstrator; define demonstrate() in a class, or set environment_config.demonstrator where programs "
+            "outside play, or remove warm_start"
+        )
 
 
 def check_models(config: RunConfig) -> None:
@@ -163,8 +180,13 @@ def reads_base_models(config: RunConfig) -> bool:
     return is_started and settings_of(config.builder.engine, os.environ, location).READS_BASE_MODELS
 
 
-def check_groups(config: RunConfig, finetune: FinetuneConfig) -> None:
-    """Raises ConfigError for a new run whose rollouts cannot be compared, or would not be trained on."""
+def check_groups(config: RunConfig, finetune: FinetuneConfig, *, is_fork: bool = False) -> None:
+    """Raises ConfigError for a new run whose rollouts cannot be made, scored or compared as its file says, or would not
+    be trained on.
+    """
+    check_builder(config)
+    check_agents(config)
+    _check_demonstrator(config, is_fork=is_fork)
     for one in config.trained().values():
         check_temperature(one)
     check_truncation(config)

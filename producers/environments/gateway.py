@@ -28,6 +28,11 @@ class OutsideEnvironment(Environment):
         if self._demonstrator is not None and not callable(self._demonstrator):
             raise ConfigError(f"{location}: {demonstrator} is not a function; name one")
 
+    @property
+    def has_demonstrator(self) -> bool:
+        """See `Environment`."""
+        return self._demonstrator is not None
+
     def demonstrate(self, session: Session, messages: Sequence[Message], agent: str) -> Any:
         """The demonstrator's answer, or an awaitable of it. Raises EnvironmentRunError if none is configured."""
         if self._demonstrator is None:

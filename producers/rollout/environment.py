@@ -40,6 +40,11 @@ class Environment(ABC):
         """Answer of a demonstrator to `messages`, for data to warm-start on. Draws come from `session.rng`."""
         raise EnvironmentRunError(f"environment {type(self).__name__} has no demonstrator; define demonstrate()")
 
+    @property
+    def has_demonstrator(self) -> bool:
+        """Whether `demonstrate` answers; a warm start needs it."""
+        return type(self).demonstrate is not Environment.demonstrate
+
     def play_scripted(self, session: Session, messages: Sequence[Message], agent: str, player: str) -> str:
         """Answer of one of its `SCRIPTED` players to `messages` in an agent's seat."""
         raise EnvironmentRunError(
@@ -90,6 +95,11 @@ class FunctionEnvironment(Environment):
     async def run(self, session: Session) -> None:
         """Call the function with the session and the configuration."""
         await self._function(session, **self._config)
+
+    @property
+    def has_demonstrator(self) -> bool:
+        """See `Environment`."""
+        return False
 
     def demonstrate(self, session: Session, messages: Sequence[Message], agent: str) -> str:
         """Raises EnvironmentRunError: demonstrators need a class."""

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from rollstream.harness.config import file as config_file
+from rollstream.harness.config.checks import check_builder
 from rollstream.harness.config.components import written_of
 from rollstream.harness.config.file import read_yaml
 from rollstream.harness.config.jobs import jobs_of
+from rollstream.harness.config.rewards import check_agents
 from rollstream.harness.runs.plan import examples_of, weighted_as_recorded
 from rollstream.harness.runs.preflight import check_datasets, check_names
+from rollstream.harness.runs.sampling_checks import check_groups
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobStarted
 from rollstream.schemas.policy_gradient import GdpoSettings
@@ -234,3 +237,57 @@ def test_an_evaluator_with_a_name_that_has_another_meaning_is_refused_before_a_n
     with pytest.raises(ConfigError, match=rf"eval\.evaluators\.{re.escape(name)}: .* give it another name"):
         check_names(found)
     check_names(found, is_new=False)
+
+
+def test_a_new_run_names_a_reward_once(config):
+    found = config({"form": {"_type": "regex", "pattern": "a"}}, rewards=["form", "form"])
+    with pytest.raises(ConfigError, match=r"trajectory_builders\.b\.rewards: form is named twice"):
+        check_builder(found)
+
+
+def test_a_new_run_has_an_agent_and_a_seed_that_the_metrics_hold(config, written):
+    for none in ([], {}):
+        with pytest.raises(ConfigError, match=r"trajectory_builders\.b\.agents: is empty; name at least one"):
+            check_builder(config({}, agents=none))
+    written["trainer_adapters"]["a"]["seed"] = 2**63
+    with pytest.raises(ConfigError, match=r"trainer_adapters\.a\.seed: is 9223372036854775808"):
+        check_builder(config({}, agents=["agent"]))
+    written["trainer_adapters"]["a"]["seed"] = 2**63 - 1
+    check_builder(config({}))
+
+
+def test_an_evaluator_of_a_new_run_scores_one_of_its_agents(config):
+    ghost = {"form": {"_type": "regex", "pattern": "a", "agent": "ghost"}}
+    with pytest.raises(ConfigError, match=r"eval\.evaluators\.form\.agent: 'ghost' is not an agent of.*: agent$"):
+        check_agents(config(ghost, "form"))
+    check_agents(config(ghost, "form", agents=["ghost"]))
+
+
+def test_agents_outside_are_known_only_by_the_configuration(config, written):
+    ghost = {"form": {"_type": "regex", "pattern": "a", "agent": "ghost"}}
+    check_agents(config(ghost, "form", environment="gateway"))
+    with pytest.raises(ConfigError, match="name one of: a, b"):
+        check_agents(config(ghost, "form", agents=["a", "b"]))
+    del written["finetuning"]["reward_function"]
+    check_agents(config(ghost))
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "is_refused"),
+    [
+        ("guess_number", {}, False),
+        ("recorded", {}, False),
+        ("gateway", {}, True),
+        ("gateway", {"demonstrator": "python:os.path.join"}, False),
+    ],
+)
+def test_a_warm_start_needs_a_demonstrator(written, environment, options, is_refused):
+    written["trainer_adapters"]["a"]["warm_start"] = {"num_epochs": 1}
+    written["trajectory_builders"]["b"] |= {"environment": environment, "environment_config": options}
+    loaded = config_file.resolve(written)
+    check_groups(loaded.config, loaded.finetune, is_fork=True)
+    if not is_refused:
+        check_groups(loaded.config, loaded.finetune)
+        return
+    with pytest.raises(ConfigError, match=r"a\.warm_start: environment gateway has no demonstrator"):
+        check_groups(loaded.config, loaded.finetune)
