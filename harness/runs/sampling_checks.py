@@ -20,12 +20,12 @@ from rollstream.harness.runs.preflight import environment_of
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.devices import device_of
-from rollstream.schemas.engine_settings import EngineSettings
+from rollstream.schemas.engine_settings import EngineBlock, EngineSettings
 from rollstream.schemas.errors import ConfigError, EnvironmentRunError, ModelError, describe
 from rollstream.schemas.events.recorded import MADE_ELSEWHERE
 from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.policy_gradient import ALONE
-from rollstream.schemas.settings import JobSpec, ModelSettings
+from rollstream.schemas.settings import JobSpec, ModelSettings, Sampling
 from rollstream.schemas.variables import conceal, expand
 
 ALL_LINEAR = "all-linear"
@@ -38,7 +38,7 @@ def check_engines(config: RunConfig) -> None:
     """Looks up the engines that the run's services are started with, and checks their settings, and the renderer's
     name. Raises ConfigError.
     """
-    from rollstream.producers.engines.table import check_run, settings_of
+    from rollstream.producers.engines.table import check_run
     from rollstream.producers.rollout import rendering
 
     if config.builder.services == "external":
@@ -58,9 +58,22 @@ def check_engines(config: RunConfig) -> None:
     _warn_unused(location, engine, known, config)
     if config.served is not None:
         location, engine = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine", config.served.engine
-        known = settings_of(engine, os.environ, location)
+        known = _check_endpoint_engine(config, engine, location)
         _check_loads(location, known, "name an engine that does")
         _warn_unused(location, engine, known, config)
+
+
+def _check_endpoint_engine(config: RunConfig, engine: EngineBlock, location: str) -> EngineSettings:
+    """Check the endpoint's engine as that of a builder; requests have their own sampling, and ask for new versions."""
+    from rollstream.producers.engines.table import check_run
+
+    builder = config.builder.model_copy(update={"engine": engine, "sampling": Sampling(), "league": None})
+    adapter = config.adapter.model_copy(update={"max_staleness": 0})
+    try:
+        return check_run(config.model_copy(update={"builder": builder, "adapter": adapter}), os.environ, location)
+    except ConfigError as error:
+        text = str(error).removeprefix(f"trajectory_builders.{config.finetuning.trajectory_builder}.")
+        raise ConfigError(text if text.startswith(location) else f"{location}: {text}") from error
 
 
 def _check_demonstrator(config: RunConfig, *, is_fork: bool) -> None:
@@ -88,6 +101,8 @@ def check_models(config: RunConfig) -> None:
     adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
     engine = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
     _check_device(config.builder.engine.needed_device, f"{engine}.device")
+    if config.served is not None:
+        _check_device(config.served.engine.needed_device, f"{adapter}.endpoint.engine.device")
     served = served_models(config)
     for name, one in config.by_group().items():
         group, model = config.adapter.model_groups.get(name), one.adapter.model

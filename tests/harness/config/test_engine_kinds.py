@@ -266,6 +266,30 @@ def test_the_engine_of_an_endpoint_is_looked_up_too(written: dict[str, Any]) -> 
         check_engines(config_file.resolve(written).config)
 
 
+@pytest.mark.parametrize(
+    ("lora", "engine", "expected"),
+    [
+        (None, {"executable": "/nowhere/vllm"}, r"engine\.executable: '/nowhere/vllm' is not found"),
+        ({"rank": 128}, {"executable": "sh"}, r"trainer_adapters\.a\.model\.lora\.rank: 128 is above"),
+        ({"use_dora": True}, {"executable": "sh"}, r"trainer_adapters\.a\.model\.lora\.use_dora: vLLM takes DoRA"),
+    ],
+)
+def test_the_engine_of_an_endpoint_is_checked_as_that_of_a_builder(
+    written: dict[str, Any], lora: dict[str, Any] | None, engine: dict[str, Any], expected: str
+) -> None:
+    adapter = written["trainer_adapters"]["a"]
+    adapter["endpoint"] = {"engine": {"kind": "vllm", **engine}}
+    adapter["model"]["lora"] = lora
+    with pytest.raises(ConfigError, match=rf"^trainer_adapters\.a\.endpoint\.engine: {expected}"):
+        check_engines(config_file.resolve(written).config)
+
+
+def test_the_gpu_of_an_endpoint_is_on_this_machine(written: dict[str, Any]) -> None:
+    written["trainer_adapters"]["a"]["endpoint"] = {"engine": {"kind": "transformers", "device": "cuda:77"}}
+    with pytest.raises(ConfigError, match=r"^trainer_adapters\.a\.endpoint\.engine\.device is cuda:77"):
+        check_models(config_file.resolve(written).config)
+
+
 @pytest.mark.usefixtures("parrot")
 def test_services_get_the_settings_of_an_engine_as_written(written: dict[str, Any], tmp_path: Path) -> None:
     engine = {"kind": "parrot", "api_key": "${PARROT_KEY}"}
