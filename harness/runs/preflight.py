@@ -331,7 +331,7 @@ def check_endpoint(config: RunConfig, *, is_new: bool = True) -> None:
         )
     if is_new:
         _check_token(config)
-    check_port(config.served.host, config.served.port, "trainer_adapters: endpoint.port")
+    check_port(config.served.host, config.served.port, f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint")
 
 
 def _check_token(config: RunConfig) -> None:
@@ -345,14 +345,13 @@ def _check_token(config: RunConfig) -> None:
 
 
 def check_gateway(config: RunConfig) -> None:
-    """Raises ConfigError if a port of the producers' gateways, which follow one another, is in use."""
-    builder = config.builder
-    if builder.services == "external" or not builder.gateway.port:
-        return
-    for number in range(1, builder.num_producers + 1):
+    """Raises ConfigError if the producers' gateways cannot listen at their host, or on their ports, which follow one
+    another.
+    """
+    builder, location = config.builder, f"trajectory_builders.{config.finetuning.trajectory_builder}.gateway"
+    for number in range(1, builder.num_producers + 1) if builder.services == "managed" else ():
         section = builder.gateway.of_process(number)
-        location = f"trajectory_builders.{config.finetuning.trajectory_builder}.gateway.port"
-        check_port(section.host, section.port, f"{location}: producers-{number}: port")
+        check_port(section.host, section.port, location, f"producers-{number}: ")
 
 
 def token_of(config: RunConfig, workspace: Path, env: Mapping[str, str]) -> str | None:

@@ -1,5 +1,6 @@
 """Addresses of this machine, as the URLs of a configuration name them, and ports that servers of it may take."""
 
+import errno
 import ipaddress
 import socket
 
@@ -21,15 +22,24 @@ def url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def check_port(host: str, port: int, location: str) -> None:
-    """Raises ConfigError naming `location` if no server can listen there."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ConfigError(f"{location} {port} of {host} cannot be used ({reason}); set another") from error
+def check_port(host: str, port: int, location: str, whose: str = "") -> None:
+    """Raises ConfigError if no server can listen there. `location`: the section with `host` and `port`; `whose`: the
+    process that listens, for messages. Port 0 is any free one.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        is_host = isinstance(error, (socket.gaierror, UnicodeError)) or error.errno == errno.EADDRNOTAVAIL
+        if is_host:
+            remedy = "give an address or a name of this machine"
+            raise ConfigError(f"{location}.host: {host} cannot be used ({reason}); {remedy}") from error
+        raise ConfigError(
+            f"{location}.port: {whose}port {port} of {host} cannot be used ({reason}); set another"
+        ) from error
 
 
 def is_this_machine(host: str) -> bool:
