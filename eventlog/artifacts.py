@@ -64,6 +64,8 @@ class ArtifactStore:
         self._is_local = "file" in _protocols(self._filesystem)
         self._errors: type[Exception] = OSError if self._is_local else Exception
         """Exceptions of the filesystem in an outage: clients of object stores have classes of their own."""
+        self.is_of_process = "memory" in _protocols(self._filesystem)
+        """Whether its artifacts are in the memory of this process alone."""
         self._was_there = False
         """Whether this process has found or stored an artifact in a local store."""
         self._given_cache = cache

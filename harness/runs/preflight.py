@@ -81,12 +81,13 @@ def check_paths(config: RunConfig) -> None:
 def _check_store(config: RunConfig) -> None:
     from rollstream.eventlog.artifacts import ArtifactStore
 
-    uri = config.adapter.artifact_uri
+    uri, location = config.adapter.artifact_uri, f"trainer_adapters.{config.finetuning.trainer_adapter}.artifact_uri"
     try:
-        if uri is not None:
-            ArtifactStore(uri)  # connects to nothing
+        is_of_process = uri is not None and ArtifactStore(uri).is_of_process  # connects to nothing
     except ArtifactError as error:
-        raise ConfigError(f"trainer_adapters.{config.finetuning.trainer_adapter}.artifact_uri: {error}") from error
+        raise ConfigError(f"{location}: {error}") from error
+    if is_of_process:
+        raise ConfigError(f"{location}: {uri} is in the memory of each process alone; give a folder or a shared store")
 
 
 def check_result(path: Path | None) -> None:

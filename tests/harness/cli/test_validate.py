@@ -144,6 +144,10 @@ def unknown_store(written: dict[str, Any]) -> None:
     written["trainer_adapters"]["a"]["artifact_uri"] = "foo://x/y"
 
 
+def store_in_memory(written: dict[str, Any]) -> None:
+    written["trainer_adapters"]["a"]["artifact_uri"] = "memory://a"
+
+
 def store_without_its_package(written: dict[str, Any]) -> None:
     written["trainer_adapters"]["a"]["artifact_uri"] = "oss://bucket/artifacts"
 
@@ -165,6 +169,10 @@ def store_without_its_package(written: dict[str, Any]) -> None:
         (
             unknown_store,
             r"trainer_adapters\.a\.artifact_uri: artifact store foo://x/y: .*; give a URI that",
+        ),
+        (
+            store_in_memory,
+            r"trainer_adapters\.a\.artifact_uri: memory://a is in the memory of each process alone; give",
         ),
         (store_without_its_package, r"trainer_adapters\.a\.artifact_uri: artifact store oss://.*; install ossfs where"),
         (output_where_no_folder_can_be, r"finetuning\.output_dir: /proc/x/y cannot be used: no folder can be made in"),
