@@ -79,7 +79,7 @@ classes in `schemas/` and `harness/config/components.py`, or else in `docs/descr
 A run's file is YAML. `rollstream validate --config_file run.yaml` checks it: an unknown key is an error that suggests
 the nearest known one, and a key without effect is a warning. `-o PATH VALUE` overrides a key, for example `-o
 trainer_adapters.learner.optimizer.learning_rate 1e-5`. `${NAME}` and `${NAME:-default}` in a text stand for an
-environment variable ([security.md](security.md)).
+environment variable ([security.md](security.md)), and `~` at the beginning of a path for the home folder.
 
 X is a name of your choice, by which `finetuning` chooses one block of each kind; Y is a name of your choice too. Of
 blocks with a `_type`, the keys of rollstream's own components are listed; other components have their own

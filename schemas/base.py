@@ -1,11 +1,13 @@
 """Base class of all events: a literal kind, a schema version, event time, and ids derived from what happened."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from operator import eq
-from typing import Any, ClassVar, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 def added(default: Any, **constraints: Any) -> Any:
@@ -25,6 +27,13 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+
+def _at_home(path: Path) -> Path:
+    return Path(os.path.expanduser(path))  # leaves the `~` of an unknown user
+
+
+UserPath = Annotated[Path, AfterValidator(_at_home)]
+"""A path in a configuration: a `~` at its beginning is the user's home."""
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -1,6 +1,5 @@
 """The YAML file of a run in NAT's shape: its sections, ours (`_type: rollstream`) and foreign blocks."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -19,6 +18,7 @@ from pydantic import (
 from rollstream.schemas import ids
 from rollstream.schemas import services as section
 from rollstream.schemas.algorithms import Algorithm, GrpoSettings
+from rollstream.schemas.base import UserPath
 from rollstream.schemas.engine_settings import EngineBlock, TransformersSettings
 from rollstream.schemas.evaluators import DatasetSection
 from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
@@ -243,7 +243,7 @@ class EvalGeneral(Settings):
 
     dataset: DatasetSection | None = None
     max_concurrency: int = Field(default=8, ge=1)
-    output_dir: Path | None = None
+    output_dir: UserPath | None = None
     output: JsonValue = None
     workflow_alias: str | None = None
     profiler: JsonValue = None
@@ -261,15 +261,15 @@ class EvalSection(Settings):
 class RunConfigurationSection(Settings):
     """`finetuning.run_configuration`: what the command line says about a run; its options win over the file."""
 
-    config_file: Path | None = None
-    dataset: Path | None = None
+    config_file: UserPath | None = None
+    dataset: UserPath | None = None
     result_json_path: str = "$"
     endpoint: str | None = None
     endpoint_timeout: int = Field(default=300, ge=1)
     override: tuple[tuple[str, str], ...] = ()
-    validation_dataset: Path | None = None
+    validation_dataset: UserPath | None = None
     validation_interval: int = Field(default=5, ge=1)
-    validation_config_file: Path | None = None
+    validation_config_file: UserPath | None = None
 
     @field_validator("endpoint")
     @classmethod
@@ -291,13 +291,8 @@ class FinetuningSection(Settings):
     target_model: str | None = None
     curriculum_learning: CurriculumSettings = Field(default_factory=CurriculumSettings)
     num_epochs: int = Field(default=1, ge=1)
-    output_dir: Path = Path(".rollstream/output")
+    output_dir: UserPath = Path(".rollstream/output")
     run_configuration: RunConfigurationSection | None = None
-
-    @field_validator("output_dir")
-    @classmethod
-    def _has_no_tilde(cls, value: Path) -> Path:
-        return Path(os.path.expanduser(value))
 
 
 def _whose(value: Any) -> str:
@@ -347,7 +342,7 @@ class ValidationSection(Settings):
     """None: the dataset of `config`."""
     interval: int = Field(default=5, ge=1)
     """Epochs from one validation to the next; the first one comes before epoch 0."""
-    config: Path | None = None
+    config: UserPath | None = None
     """A whole configuration file for validation; none: the run's own."""
 
 

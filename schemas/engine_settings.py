@@ -1,12 +1,14 @@
 """Settings of rollout engines, a class for each kind, and of a model that another server offers."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, field_validator, model_validator
 
+from rollstream.schemas.base import UserPath
 from rollstream.schemas.settings import Device, Settings
 
 
@@ -159,11 +161,11 @@ class VllmSettings(EngineSettings):
     kind: Literal["vllm"] = "vllm"  # pyright: ignore[reportIncompatibleVariableOverride]
     base_urls: tuple[str, ...] = Field(default=(), max_length=256)
     """Running servers (`http://host:8000`). None: one is started on a free port of 127.0.0.1, and ends with us."""
-    executable: str = Field(default="vllm", min_length=1)
+    executable: Annotated[str, AfterValidator(os.path.expanduser)] = Field(default="vllm", min_length=1)
     """Executable of the server to start: the command `vllm` of the environment in which vLLM is installed."""
     arguments: tuple[str, ...] = Field(default=(), max_length=100)
     """Further arguments of `vllm serve`."""
-    folder: Path | None = None
+    folder: UserPath | None = None
     """Folder for the servers' weights and logs; servers must see it by the same path. None: `NAME-vllm` in the
     workspace."""
     api_key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")

@@ -5,11 +5,11 @@ types are others' and no matter here.
 """
 
 import re
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, JsonValue, StrictBool, ValidationInfo, field_validator, model_validator
 
+from rollstream.schemas.base import UserPath
 from rollstream.schemas.kafka import Secret
 from rollstream.schemas.permissions import CODE, code_of
 from rollstream.schemas.settings import Settings
@@ -235,7 +235,7 @@ class DatasetSection(Settings):
     """A file of examples: JSON lines, one JSON list of objects, CSV with a header, or Parquet."""
 
     type: Literal["json", "jsonl", "csv", "parquet"] = Field(default="jsonl", alias="_type")
-    file_path: Path
+    file_path: UserPath
     id_key: str = "id"
     structure: DatasetStructure = Field(default_factory=DatasetStructure)
     filter: DatasetFilter | None = None

@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from rollstream.schemas.base import UserPath
 from rollstream.schemas.errors import ConfigError, first_invalid
 from rollstream.schemas.settings import Settings
 from rollstream.schemas.topics import PREFIX, SUFFIX, TOPICS
@@ -86,16 +87,16 @@ class KafkaSection(Settings):
     sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
     username: str | None = None
     password: Secret | None = None
-    password_file: Path | None = None
+    password_file: UserPath | None = None
     """A file that holds the password, read whenever a client is made; in place of `password`."""
-    ca_file: Path | None = None
+    ca_file: UserPath | None = None
     """PEM certificates of the authorities that brokers are trusted by; none: the system's."""
-    cert_file: Path | None = None
+    cert_file: UserPath | None = None
     """PEM certificate (chain) of this client, where brokers ask for one."""
-    key_file: Path | None = None
+    key_file: UserPath | None = None
     """PEM private key of `cert_file`; none: it is in that file."""
     key_password: Secret | None = None
-    key_password_file: Path | None = None
+    key_password_file: UserPath | None = None
     check_hostname: bool = True
     """Whether a broker's certificate must name the host that was connected to."""
     topic_prefix: str = Field(default=PREFIX, pattern=r"^[A-Za-z0-9._-]{1,200}$")

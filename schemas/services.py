@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, field_validator
 
 from rollstream.schemas.algorithms import Algorithm
+from rollstream.schemas.base import UserPath
 from rollstream.schemas.engine_settings import (
     EngineBlock,
     EngineSettings,
@@ -156,7 +157,7 @@ class EndpointSection(Settings):
     """Name of the model in requests; the model group's own name is accepted too."""
     token: str | None = None
     """Requests must bear it (`Authorization: Bearer`); only as `${NAME}`, which is expanded where it is used."""
-    token_file: Path | None = None
+    token_file: UserPath | None = None
     """Requests must bear the token in it. Neither: that of ROLLSTREAM_ENDPOINT_TOKEN, else a random one, which is
     in `NAME.token` of the workspace."""
     requires_token: bool = True

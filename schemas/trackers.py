@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
-from rollstream.schemas.base import Settings
+from rollstream.schemas.base import Settings, UserPath
 from rollstream.schemas.permissions import CODE
 
 CUSTOM = "python"
@@ -29,7 +29,7 @@ class TensorBoardSettings(TrackerSettings):
     """Event files for TensorBoard, in `log_dir/JOB_ID`."""
 
     kind: Literal["tensorboard"] = "tensorboard"  # pyright: ignore[reportIncompatibleVariableOverride]
-    log_dir: Path = Path("tensorboard")
+    log_dir: UserPath = Path("tensorboard")
     """Relative to the folder that the command is started in."""
 
     @property

@@ -12,8 +12,10 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config.resolve import block_of, run_config_of
 from rollstream.harness.config.yaml import apply_overrides, read_yaml
 from rollstream.harness.runs import preflight
+from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.finetuning import FinetuneConfig, TrainerConfig
+from rollstream.schemas.trackers import TensorBoardSettings
 
 pytestmark = pytest.mark.usefixtures("registered_alone")
 Write = Callable[[dict[str, Any]], Path]
@@ -92,6 +94,31 @@ def test_the_finetuning_section_reaches_components_in_nats_shape(written: dict[s
 )
 def test_the_workflow_names_the_environment(written: dict[str, Any], workflow: Any) -> None:
     assert loaded(written | {"workflow": workflow}, GAME="guess_number").config.environment == "guess_number"
+
+
+def test_a_tilde_is_the_home_of_the_user_in_every_path(
+    written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written["eval"] = {"general": {"dataset": {"file_path": "~/d.jsonl"}}}
+    written["trainers"]["t"]["trackers"] = [{"kind": "tensorboard", "log_dir": "~/logs"}]
+    engine = {"kind": "vllm", "folder": "~/weights", "executable": "~/venv/bin/vllm"}
+    written["trajectory_builders"]["b"]["engine"] = engine
+    written["trainer_adapters"]["a"]["endpoint"] = {"token_file": "~/token"}
+    run = {"validation_dataset": "~/v.jsonl", "validation_config_file": "~/v.yaml"}
+    written["finetuning"] |= {"output_dir": "~/out", "run_configuration": run}
+    config = loaded(written).config
+    assert config.dataset is not None
+    assert config.validation is not None
+    assert config.validation.dataset is not None
+    assert config.served is not None
+    assert isinstance(config.builder.engine, VllmSettings)
+    assert isinstance(config.trainer.trackers[0], TensorBoardSettings)
+    found = [config.dataset.file_path, config.validation.dataset.file_path, config.validation.config]
+    found += [config.trainer.trackers[0].folder, config.builder.engine.folder, config.builder.engine.executable]
+    found += [config.served.token_file, config.finetuning.output_dir]
+    names = "d.jsonl v.jsonl v.yaml logs weights venv/bin/vllm token out"
+    assert [str(path) for path in found] == [str(tmp_path / name) for name in names.split()]
 
 
 def test_fields_of_the_workflow_block_are_passed_to_the_environment(written: dict[str, Any]) -> None:
