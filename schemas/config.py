@@ -28,6 +28,7 @@ from rollstream.schemas.services import EndpointSection, ModelGroupSection
 from rollstream.schemas.settings import (
     MAX_MEMBERS,
     MAX_REFILLS,
+    MAX_SESSION_S,
     MAX_TASKS,
     MAX_TIMEOUT_S,
     Agents,
@@ -130,7 +131,7 @@ class BuilderFields(BaseModel):
     """Partitions of the topics that are read by several processes; none: as many as there are, or 6 in a new log."""
     num_producers: int = Field(default=1, ge=1)
     num_processors: int = Field(default=1, ge=1)
-    session_timeout_s: float = Field(default=10.0, gt=0)
+    session_timeout_s: float = Field(default=10.0, gt=0, le=MAX_SESSION_S)
     tick_interval_s: float = Field(default=1.0, gt=0)
     gateway: section.GatewaySection = Field(default_factory=section.GatewaySection)
     """Gateway of the producers, at which external agents play rollouts."""

@@ -16,7 +16,7 @@ from rollstream.schemas.engine_settings import (
 )
 from rollstream.schemas.kafka import KafkaSection, KafkaSettings, Servers, connection, given
 from rollstream.schemas.permissions import check_entry, entries_in
-from rollstream.schemas.settings import ModelSettings, OptimizerSettings, Settings
+from rollstream.schemas.settings import MAX_SESSION_S, ModelSettings, OptimizerSettings, Settings
 from rollstream.schemas.trackers import Tracker
 
 
@@ -131,7 +131,7 @@ class ProducerSettings(ServiceSettings):
     """Models that other servers offer in place of the engine's, by model group (`RUN/GROUP`, or `GROUP` of any run)."""
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     tick_interval_s: float = Field(default=1.0, gt=0)
-    session_timeout_s: float = Field(default=10.0, gt=0)
+    session_timeout_s: float = Field(default=10.0, gt=0, le=MAX_SESSION_S)
     """After so long without a heartbeat its partitions go to another process."""
     modules: tuple[str, ...] = ()
     """Python modules to import first: users' environments and rewards."""
@@ -190,7 +190,7 @@ class EndpointSettings(EndpointSection, ServiceSettings):
 class ProcessorSettings(ServiceSettings):
     """A Faust worker: assembly and curation."""
 
-    session_timeout_s: float = Field(default=10.0, gt=0)
+    session_timeout_s: float = Field(default=10.0, gt=0, le=MAX_SESSION_S)
     stall_timeout_s: float = Field(default=30.0, gt=0)
     """Maximum seconds without progress on a partition with records to read; then the worker ends and is restarted."""
 

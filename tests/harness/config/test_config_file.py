@@ -299,6 +299,7 @@ def test_a_mistyped_key_is_named_before_the_one_that_it_leaves_missing(
             "trainer_adapters.a.optimizer.max_grad_norm: is inf",
         ),
         ("trainer_adapters.a.optimizer", {"betas": [0.9, 1.0]}, "trainer_adapters.a.optimizer.betas.1: is 1.0; "),
+        ("trajectory_builders.b.session_timeout_s", 1e9, "trajectory_builders.b.session_timeout_s: is 1000000000.0; "),
         ("trajectory_builders.b.group_timeout_s", inf, "trajectory_builders.b.group_timeout_s: is inf; "),
         ("trajectory_builders.b.min_generations", 99, "trajectory_builders.b: min_generations 99 exceeds"),
         ("trajectory_builders.b.rewards", "x", "trajectory_builders.b.rewards: is 'x'; input should be a list"),
