@@ -157,7 +157,8 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[tuple[str, str]
 
     Raises ConfigError naming the option and the wrong part of the path. Missing sections are created, but not named
     blocks (`trainers.X`), which nothing would use. Values are parsed as YAML; lists may also be separated by commas,
-    and text stays text: in the place of one, only quotes, brackets, braces and null are YAML.
+    and text stays text: in the place of one, only quotes, brackets, braces and null are YAML. A `file://NAME` is
+    relative to the current folder.
     """
     for key, value in overrides:
         _apply_one(written, key, value)
@@ -200,8 +201,15 @@ def _check_named(section: Mapping[str, Any], parts: Sequence[str], key: str) -> 
 
 def _value(before: Any, text: str, key: str) -> Any:
     if isinstance(before, str) and not text.startswith(("[", "{", '"', "'")) and text not in NULLS:
-        return text
-    value = parse(text, f"--override {key}")
+        return _with_texts(text, Path("--override"), key)
+    try:
+        value = _with_texts(parse(text, f"--override {key}"), Path("--override"), key)
+    except ConfigError as error:
+        if not text.startswith(("[", "{")) or FILE in text:
+            raise
+        raise ConfigError(
+            f"{error}; a text that begins so needs quotes within those of the shell: \"'TEXT'\""
+        ) from error
     if isinstance(before, list) and isinstance(value, str):
         return [part.strip() for part in value.split(",")]
     return value
