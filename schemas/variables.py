@@ -210,7 +210,8 @@ def _expand_text(text: str, env: Mapping[str, str], path: str) -> str:
         name, default = match.group(1), match.group(2)
         found = env.get(name) or default
         if found is None:
-            raise ConfigError(f"{path}: environment variable {name} is not set; set it or write ${{{name}:-default}}")
+            what, remedy = ("empty", "give it a value") if name in env else ("not set", "set it")
+            raise ConfigError(f"{path}: environment variable {name} is {what}; {remedy} or write ${{{name}:-default}}")
         return found
 
     return substitute(text, replacement)

@@ -65,6 +65,8 @@ def _mapping_wanted(path: Sequence[str | int], value: Any, model: type[BaseModel
     key = _MAIN_KEYS.get(str(path[-1])) if path else None
     if isinstance(value, bool) and "enabled" in keys:
         key = "enabled"
+    if value is None and path and path[-1] == "algorithm":
+        return f"expected a mapping; give its name, one of {', '.join(BUILT_IN)}, and that algorithm's keys"
     if key is None or value is None or (isinstance(value, bool) and key != "enabled"):
         return f"expected a mapping of {', '.join(keys)}" if keys else "expected a mapping of keys"
     shown = str(value).lower() if isinstance(value, bool) else value

@@ -31,6 +31,8 @@ def test_a_reference_is_closed_and_has_a_name(text, expanded):
 def test_a_variable_that_is_not_set_is_named_with_its_path():
     with pytest.raises(ConfigError, match=r"a\.b: environment variable C is not set"):
         expand({"a": {"b": "${A} ${C}"}}, {"A": "1"})
+    with pytest.raises(ConfigError, match=r"a: environment variable C is empty; give it a value or write \$\{C:-def"):
+        expand({"a": "${C}"}, {"C": ""})
 
 
 @pytest.mark.parametrize("piece", ["${A:-", "${A:-x", "${A", "${", "$", "}"])

@@ -225,6 +225,29 @@ def test_an_override_sets_a_key_as_the_file_has_it(key: str, text: str, value: A
     assert written == value
 
 
+def test_an_override_reads_a_text_file_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompt.txt").write_text("Play well.")
+    written: dict[str, Any] = {"a": {"name": "n"}}
+    apply_overrides(
+        written, [("a.name", "file://prompt.txt"), ("a.new", "file://prompt.txt"), ("a.b", "['file://prompt.txt']")]
+    )
+    assert written == {"a": {"name": "Play well.", "new": "Play well.", "b": ["Play well."]}}
+    with pytest.raises(ConfigError, match=r"^--override: a\.name: file://none\.txt: cannot be read: "):
+        apply_overrides(written, [("a.name", "file://none.txt")])
+    with pytest.raises(ConfigError, match=r"^--override: a\.b\.0: file://x\.py: only text files can be included"):
+        apply_overrides(written, [("a.b", "['file://x.py']")])
+
+
+@pytest.mark.parametrize("given", ["[0-9]+", "{x} y"])
+def test_an_override_by_a_text_that_is_not_yaml_shows_how_to_write_it(given: str) -> None:
+    written: dict[str, Any] = {"a": {"name": "n"}}
+    with pytest.raises(ConfigError, match=r"not valid YAML: .*; a text that begins so needs quotes .*: \"'TEXT'\"$"):
+        apply_overrides(written, [("a.name", given)])
+    apply_overrides(written, [("a.name", f"'{given}'")])
+    assert written["a"]["name"] == given
+
+
 def test_a_file_stands_on_its_base(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "prompt.md").write_text("Play well.\n")
@@ -299,6 +322,11 @@ def test_a_mistyped_key_is_named_before_the_one_that_it_leaves_missing(
             "trainer_adapters.a.optimizer.max_grad_norm: is inf",
         ),
         ("trainer_adapters.a.optimizer", {"betas": [0.9, 1.0]}, "trainer_adapters.a.optimizer.betas.1: is 1.0; "),
+        (
+            "trainer_adapters.a.algorithm",
+            None,
+            "trainer_adapters.a.algorithm: is None; expected a mapping; give its name, ",
+        ),
         ("trajectory_builders.b.session_timeout_s", 1e9, "trajectory_builders.b.session_timeout_s: is 1000000000.0; "),
         ("trajectory_builders.b.group_timeout_s", inf, "trajectory_builders.b.group_timeout_s: is inf; "),
         ("trajectory_builders.b.min_generations", 99, "trajectory_builders.b: min_generations 99 exceeds"),
