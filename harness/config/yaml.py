@@ -121,14 +121,17 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, JsonValue]:
 
 
 def _with_texts(value: Any, path: Path, location: str) -> Any:
-    """`value` with every `file://NAME` in it replaced by that file's text, NAME being relative to the YAML file."""
+    """`value` with every `file://NAME` in it replaced by that file's text, NAME being relative to the YAML file.
+
+    The one of an `artifact_uri` is a folder's URI and stays.
+    """
     if isinstance(value, dict) and location.count(".") < _MAX_DEPTH:
         return {
             key: _with_texts(item, path, f"{location}.{key}" if location else str(key)) for key, item in value.items()
         }
     if isinstance(value, list) and location.count(".") < _MAX_DEPTH:
         return [_with_texts(item, path, f"{location}.{index}") for index, item in enumerate(value)]
-    if not (isinstance(value, str) and value.startswith(FILE)):
+    if not (isinstance(value, str) and value.startswith(FILE)) or location.endswith(".artifact_uri"):
         return value
     try:
         named = (path.parent / value.removeprefix(FILE)).resolve()

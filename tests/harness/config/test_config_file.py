@@ -225,6 +225,14 @@ def test_an_override_sets_a_key_as_the_file_has_it(key: str, text: str, value: A
     assert written == value
 
 
+def test_the_uri_of_an_artifact_store_is_no_text_file(written: dict[str, Any], write: Write, tmp_path: Path) -> None:
+    uri = f"{tmp_path.as_uri()}/artifacts"
+    written["trainer_adapters"]["a"]["artifact_uri"] = uri
+    assert config_file.load(write(written)).config.adapter.artifact_uri == uri
+    override = ("trainer_adapters.a.artifact_uri", f"{uri}-2")
+    assert config_file.load(write(written), [override]).config.adapter.artifact_uri == f"{uri}-2"
+
+
 def test_an_override_reads_a_text_file_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("prompt.txt").write_text("Play well.")
