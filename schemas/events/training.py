@@ -25,8 +25,7 @@ RejectionCause = Literal[
     "frozen",
 ]
 """Reason why a complete trajectory is not trained on here; `handed_over`: another training backend has it;
-`not_submitted`: a component left it out, and no curriculum; `frozen`: no job trains the model group of its agent.
-"""
+`not_submitted`: a component left it out, and no curriculum; `frozen`: no job trains its agent's model group."""
 
 
 class _Value(BaseModel):
@@ -117,9 +116,7 @@ class MemberRef(_Value):
     """Oldest version of a completion token; 0 if there is none."""
     max_version: int
     has_logprobs: bool = True
-    """Whether at least the completion tokens have log-probabilities; without any, the trajectory cannot be trained on
-    where they are needed.
-    """
+    """Whether at least the completion tokens have log-probabilities. Without any, losses that need them leave it out."""
     num_dead_tokens: int = added(0, ge=0)
     """Sampled tokens of the trajectory's dead branches, which are left out."""
     num_without_logprobs: int = added(0, ge=0)
