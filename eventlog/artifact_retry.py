@@ -1,16 +1,20 @@
-"""Retries reads and writes of the artifact store during an outage, with back-off.
+"""Runs blocking reads and writes in threads, and retries those of the artifact store during an outage, with back-off.
 
 A full disk is waited for without limit, because the operator can free space; a store that is unreachable is retried for
 minutes only. Errors of missing or changed artifacts are raised at once.
 """
 
 import asyncio
+import contextlib
+import contextvars
+import functools
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.disk_space import disk_of, is_full
@@ -19,6 +23,7 @@ from rollstream.schemas.settings import ArtifactRef
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,46 @@ class NeededSpace(NamedTuple):
 
     folder: Path
     size_bytes: int
+
+
+def start_thread(
+    call: Callable[[], T], name: str
+) -> tuple[threading.Thread, "asyncio.Future[tuple[T | None, BaseException | None]]"]:
+    """Start a blocking call in a thread of its own that does not hold up the process's exit.
+
+    The future gets its result or its exception: a future cannot hold every exception (StopIteration).
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
+
+    def resolve(outcome: tuple[T | None, BaseException | None]) -> None:
+        if not answer.done():
+            answer.set_result(outcome)
+
+    def run() -> None:
+        outcome: tuple[T | None, BaseException | None]
+        try:
+            outcome = call(), None
+        except BaseException as error:  # noqa: BLE001 -- whatever it raises is raised where it is awaited
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # too late: the loop is closed
+            loop.call_soon_threadsafe(resolve, outcome)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=name, daemon=True)
+    thread.start()
+    return thread, answer
+
+
+async def in_own_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """`asyncio.to_thread` for a process that runs users' code, with a thread for each call.
+
+    Users' code may take every thread of `asyncio.to_thread`, and keep it without limit.
+    """
+    _, answer = start_thread(functools.partial(function, *args, **kwargs), "blocking call")
+    value, error = await answer
+    if error is not None:
+        raise error
+    return cast(T, value)
 
 
 async def retrying(
@@ -87,7 +132,7 @@ async def put(
 ) -> ArtifactRef:
     """Store bytes, retrying while the store is unreachable or its disk is full. Raises like `retrying`."""
     space = NeededSpace(artifacts.folder, len(data)) if artifacts.folder else None
-    return await retrying(lambda: artifacts.put_bytes(data, suffix), doing, retry, space=space)
+    return await retrying(lambda: artifacts.put_bytes(data, suffix), doing, retry, space=space, in_thread=in_own_thread)
 
 
 def _full(error: BaseException, space: NeededSpace | None) -> str:

@@ -106,6 +106,11 @@ def test_a_rule_has_one_home() -> None:
     assert empty_homes() == [], "a home that does not have the rule goes"
 
 
+def test_producers_leave_the_threads_of_asyncio_to_users_code() -> None:
+    shared = re.compile(r"asyncio\.to_thread|run_in_executor\(None")
+    assert [path for path in (ROOT / "producers").rglob("*.py") if shared.search(path.read_text("utf-8"))] == []
+
+
 def test_sql_takes_no_id_apart_by_a_pattern_of_its_own() -> None:
     paths = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.sql"))]
     assert paths

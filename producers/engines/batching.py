@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.producers.engines.base import CLOSED, DeviceLostError, Generation, GenerationRequest
 from rollstream.producers.engines.scheduling import MAX_PADDED_TOKENS, JoinLimits, PoolCapacity, WaitingPrompt, joining
 from rollstream.schemas.errors import ModelError, describe, is_of_device
@@ -87,7 +88,7 @@ class Batcher:
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
-        await asyncio.to_thread(self._thread.shutdown)
+        await in_own_thread(self._thread.shutdown)
 
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
@@ -231,7 +232,7 @@ class ContinuousBatcher:
         with self._lock:
             for job in self._jobs:
                 job.done.cancel()
-        await asyncio.to_thread(self._thread.shutdown)
+        await in_own_thread(self._thread.shutdown)
         self._rows.drop()
         self._jobs.clear()
         self._new.clear()

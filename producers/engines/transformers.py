@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.producers.engines.base import (
     Capabilities,
     Generation,
@@ -100,7 +101,7 @@ class TransformersEngine:
         group = published.model_group
         most = LORA_VERSIONS if published.weights_format == "lora" else self._settings.full_copies
         async with self._loading:
-            tensors = await asyncio.to_thread(read_weights, path, where)
+            tensors = await in_own_thread(read_weights, path, where)
             await self._batcher.between_forwards(
                 lambda: self._take(published, tensors, where),
                 is_ready=lambda: self._is_loadable(group, most),

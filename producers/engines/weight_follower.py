@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollstream.eventlog import terms
+from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import kind_of
 from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition
@@ -250,7 +251,7 @@ class WeightFollower:
         began = time.perf_counter()
         try:
             base_model = self._base_model(published)
-            path = await asyncio.to_thread(self._fetched, published, base_model)
+            path = await in_own_thread(self._fetched, published, base_model)
             try:
                 await self._engine.load(published.model_copy(update={"base_model": base_model}), path)
             except BaseException:

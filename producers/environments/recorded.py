@@ -2,7 +2,7 @@
 
 from pydantic import ValidationError
 
-from rollstream.eventlog.artifact_retry import retrying
+from rollstream.eventlog.artifact_retry import in_own_thread, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.registry import register_environment
@@ -36,7 +36,9 @@ class RecordedEnvironment(Environment):
         """
         members, number, artifacts = session.inputs.pop(INPUT, None), session.member, session.artifacts
         rollout = await retrying(
-            lambda: _rollout(members, number, artifacts), f"read the recorded rollout of member {number}"
+            lambda: _rollout(members, number, artifacts),
+            f"read the recorded rollout of member {number}",
+            in_thread=in_own_thread,
         )
         if rollout.error is not None:
             raise EnvironmentRunError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollstream.eventlog import terms
+from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import decode, kind_of
 from rollstream.eventlog.log import EventLog, Position, Received
@@ -252,7 +253,7 @@ class OpponentWeights:
     async def _load(self, player: str, most: int) -> None:
         published = await self._versions.find(player)
         permissions = self._permissions if self._engine.capabilities.loads_models else None
-        base_model = await asyncio.to_thread(base_model_of, published, permissions)
+        base_model = await in_own_thread(base_model_of, published, permissions)
         while len(self._loaded) + 1 > most and (idle := self._idle()) is not None:
             await self._unload(idle, self._loaded[idle].published)
         try:
@@ -275,7 +276,7 @@ class OpponentWeights:
         logger.info("loaded player=%s", player)
 
     async def _fetched(self, ref: ArtifactRef) -> Path:
-        fetching = asyncio.create_task(asyncio.to_thread(self._artifacts.fetch, ref))
+        fetching = asyncio.create_task(in_own_thread(self._artifacts.fetch, ref))
         try:
             return await asyncio.shield(fetching)
         except asyncio.CancelledError:  # the thread goes on, and nobody would drop its copy

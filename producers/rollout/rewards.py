@@ -1,8 +1,6 @@
 """Reward functions: a finished rollout in, a number out. They run before the rollout ends: rewards are recorded."""
 
 import asyncio
-import contextlib
-import contextvars
 import functools
 import inspect
 import math
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
 
+from rollstream.eventlog.artifact_retry import start_thread
 from rollstream.schemas.errors import EnvironmentRunError, describe, is_of_users, raised_at
 from rollstream.schemas.events import RewardRecorded, StepRecorded
 
@@ -129,28 +128,8 @@ def check_own(name: str, location: str, own: Iterable[RewardRecorded]) -> None:
 
 
 async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return the result of a plain function, or its exception: a future cannot hold every exception (StopIteration).
-
-    Not `asyncio.to_thread`: a few functions that never return would take all of its threads, those that fetch weights
-    included, and the process could not end.
-    """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def resolve(outcome: tuple[Any, BaseException | None]) -> None:
-        if not answer.done():
-            answer.set_result(outcome)
-
-    def call() -> None:
-        try:
-            outcome = function(), None
-        except BaseException as error:  # noqa: BLE001 -- whatever it raises is raised where it is awaited
-            outcome = None, error
-        with contextlib.suppress(RuntimeError):  # too late: the loop is closed
-            loop.call_soon_threadsafe(resolve, outcome)
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(call,), name="reward", daemon=True)
-    thread.start()
+    """Return the result of a plain function, or its exception."""
+    thread, answer = start_thread(function, "reward")
     try:
         return await answer
     except asyncio.CancelledError:

@@ -3,11 +3,13 @@
 import asyncio
 import errno
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from rollstream.eventlog.artifact_retry import NotNeededError, Retry, retrying
+from rollstream.eventlog.artifact_retry import NotNeededError, Retry, in_own_thread, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.schemas.errors import ArtifactError, StoreUnavailableError
 from tests.rigs.remote_outage import RemoteFileSystem
@@ -42,6 +44,24 @@ def test_a_missing_artifact_is_not_retried():
     with pytest.raises(ArtifactError, match="gone"):
         asyncio.run(retrying(call, "load a dataset", SHORT))
     assert len(call.errors) == 1
+
+
+def test_a_call_has_a_thread_of_its_own_while_others_hold_all_of_asyncio():
+    release = threading.Event()
+
+    async def main():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        hanging = asyncio.create_task(asyncio.to_thread(release.wait))
+        await asyncio.sleep(0)
+        try:
+            assert await in_own_thread("a{}".format, 1) == "a1"
+            with pytest.raises(KeyError):
+                await in_own_thread({}.__getitem__, "missing")
+        finally:
+            release.set()
+            await hanging
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_patience_ends():

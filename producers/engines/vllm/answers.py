@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, shown
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest, keeps_ids
 from rollstream.producers.engines.vllm.asking import AnsweredTokens, TooFewToldError
@@ -99,7 +100,7 @@ async def parsed_answer(
     if not keeps_ids(request.sampling):
         return parse()
     async with turn:
-        return await asyncio.to_thread(parse)
+        return await in_own_thread(parse)
 
 
 def choice_of(http: HttpServer, body: bytes) -> Any:

@@ -1,6 +1,5 @@
 """`vllm serve` as a child process: on a free port of 127.0.0.1, ended with its parent, started again after it ends."""
 
-import asyncio
 import os
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.eventlog.broker import guard
 from rollstream.eventlog.broker.credentials import HOST
 from rollstream.eventlog.broker.ports import free_ports
@@ -151,7 +151,7 @@ class Child:
         if running is not None:
             assert running.stdin is not None
             running.stdin.close()
-            await asyncio.to_thread(running.wait)
+            await in_own_thread(running.wait)
 
     def last_words(self) -> str:
         """Last lines of its log."""

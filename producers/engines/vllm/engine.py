@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.eventlog.http.http_json import HttpServer
 from rollstream.producers.engines.base import (
     CLOSED,
@@ -74,8 +75,8 @@ class VllmEngine:
         ModelError for a folder that cannot be written to.
         """
         check_settings(self._settings)
-        self._client = await asyncio.to_thread(Client, self._folder)
-        await asyncio.to_thread(self._client.remove_leftovers)
+        self._client = await in_own_thread(Client, self._folder)
+        await in_own_thread(self._client.remove_leftovers)
 
     async def close(self) -> None:
         """Cancel calls in progress, stop the servers that were started, and remove a folder that no setting names."""
@@ -85,11 +86,11 @@ class VllmEngine:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
         self._pools.clear()
         for version in (*self._held.values(), *self._past):
-            await asyncio.to_thread(remove, version)
+            await in_own_thread(remove, version)
         if self._client is not None:
             self._client.close()
         if self._settings.folder is None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            await in_own_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Raises ModelError as the protocol says, and if no server is ready within `start_timeout_s`."""
@@ -135,7 +136,7 @@ class VllmEngine:
         async with self._locks.setdefault(group, asyncio.Lock()):
             base = await self._base(published.base_model)
             async with self._writing:
-                version = await asyncio.to_thread(
+                version = await in_own_thread(
                     make_version,
                     published,
                     path,
@@ -187,7 +188,7 @@ class VllmEngine:
     async def _base(self, path: str) -> BaseModel:
         base = self._bases.get(path)
         if base is None:
-            self._bases[path] = base = await asyncio.to_thread(read_base_model, path)
+            self._bases[path] = base = await in_own_thread(read_base_model, path)
         return base
 
     def _version(self, model_group: str) -> Version:
@@ -263,7 +264,7 @@ class VllmEngine:
             held = {version.folder for version in self._held.values()}
             self._past = [one for one in self._past if one not in unused and one.folder not in held]
             for one in unused:
-                await asyncio.to_thread(remove, one)
+                await in_own_thread(remove, one)
 
 
 build: Any = VllmEngine

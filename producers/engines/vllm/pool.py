@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.eventlog.http.http_json import TryAgainError, UnreachableError
 from rollstream.producers.engines.base import Generation, GenerationRequest, max_new_tokens_of
 from rollstream.producers.engines.vllm.answers import LostVersionError, RefusedVersionError
@@ -307,7 +308,7 @@ class Pool:
         server, server.loading = member.server, version.name
         try:
             with suppress(OSError):
-                await asyncio.to_thread(restore, version)  # else the server says what it lacks
+                await in_own_thread(restore, version)  # else the server says what it lacks
             if version.is_lora:
                 await server.add_adapter(version, self._wanted.is_kept)
             else:
