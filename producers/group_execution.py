@@ -297,7 +297,8 @@ class GroupExecution:
         self._num_waiting += 1
         try:
             while not awaited.done():
-                await asyncio.wait({awaited}, timeout=step_ms / 1000)
+                until_ms = min(step_ms, state.deadline_ms - self._writer.clock() - step_ms)
+                await asyncio.wait({awaited}, timeout=max(until_ms, 0) / 1000)
                 is_over = awaited.done() and self._num_waiting == 1
                 if self._writer.clock() + self._left_ms - state.deadline_ms >= (1 if is_over else step_ms / 2):
                     await extend(self._writer, self._producer.name, self.task, state, self._left_ms)
@@ -338,8 +339,7 @@ class GroupExecution:
         elif isinstance(event, RolloutEnded):
             self.state.complete(member, attempt)
         elif isinstance(event, RolloutFailed):
-            is_counted = event.cause != PRODUCER_LOST
-            self.state.fail(member, attempt, is_final=event.is_final, is_counted=is_counted)
+            self.state.fail(member, attempt, is_final=event.is_final, is_counted=event.cause != PRODUCER_LOST)
 
     def _num_failed(self, member: int) -> int:
         return self.state.members[member].num_failed if self.state is not None else 0

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from rollstream.eventlog.codec import encode
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.processors.assemble import fold as assembly
 from rollstream.producers.slots import Slots
@@ -133,6 +134,30 @@ def test_the_deadline_moves_on_in_the_log_ahead_of_event_time_while_a_member_wai
             rollouts.go_on.set()
             await r.wait_until(lambda: r.all_settled(log, 1))
         assert [group.reason for group in await closed(log)] == ["complete"]
+
+    asyncio.run(main())
+
+
+def test_a_retry_that_waits_with_little_time_left_keeps_it():
+    class Late(r.Rollouts):
+        async def _play(self, task, member, attempt, is_last, emit, clock):
+            if task.index == 0 and attempt == 0:
+                now[0] += 950.0
+                await emit(encode(r.started(task, member, attempt, clock())))
+                await emit(encode(r.failed(task, member, attempt, is_final=is_last, time_ms=clock())))
+                return
+            if task.index == 1:
+                await r.wait_until(lambda: r.steps(log, GroupExtended))
+            await super()._play(task, member, attempt, is_last, emit, clock)
+
+    log, now = MemoryLog(num_partitions=1), [0.0]
+
+    async def main():
+        async with r.Process(log, rollouts=Late(), slots=1, monotonic=lambda: now[0]):
+            for index in range(2):
+                await log.send(r.task(index, num_rollouts=1, group_timeout_s=1000))
+            await r.wait_until(lambda: r.all_settled(log, 2))
+        assert [group.reason for group in await closed(log)] == ["complete"] * 2
 
     asyncio.run(main())
 
