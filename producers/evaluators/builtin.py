@@ -3,8 +3,8 @@
 What an evaluator asks of a model is in `judge`.
 """
 
+import decimal
 import json
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +31,10 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 )
 """A number with its sign; a sign right after a word or a bracket is an operator."""
+_MAX_DIGITS = 10_000
+"""Bound of the digits and the exponent of a number that is compared."""
+_EXACT = decimal.Context(prec=4 * _MAX_DIGITS, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
+"""In which no difference of two such numbers is rounded."""
 _SIGNED_CURRENCY = re.compile(r"([-+])[$€£¥](?=[0-9.])")
 _FENCED = re.compile(r"\A```[^\n]*\n(.*?)\n?```\Z", re.DOTALL)
 
@@ -105,12 +109,12 @@ def _numeric_match(location: str, config: NumericMatch) -> RewardFunction:
         if not found or (config.take == "only" and len(found) > 1):
             return 0.0
         number = found[0 if config.take == "first" else -1]
-        return float(abs(number - right) <= config.tolerance)
+        return float(_EXACT.subtract(number, right).copy_abs() <= decimal.Decimal(repr(config.tolerance)))
 
     return score
 
 
-def _number(location: str, answer: Any) -> float:
+def _number(location: str, answer: Any) -> decimal.Decimal:
     """The number of a right answer. Raises RewardError."""
     right = numbers(text_of(answer).rpartition(FINAL_ANSWER)[2])
     if len(right) != 1 or isinstance(answer, bool):
@@ -122,11 +126,25 @@ def _number(location: str, answer: Any) -> float:
     return right[0]
 
 
-def numbers(text: str) -> list[float]:
-    """The finite numbers in a text, in its order. `1,234` is one number, `5-3` are two, `-$5` is -5."""
+def numbers(text: str) -> list[decimal.Decimal]:
+    """The numbers in a text, in its order, without those of more than 10,000 digits or beyond 1e10000.
+
+    `1,234` is one number, `5-3` are two, `-$5` is -5.
+    """
     plain = _SIGNED_CURRENCY.sub(r"\1", text.replace("\N{MINUS SIGN}", "-"))
-    found = (float(match.replace(",", "")) for match in _NUMBER.findall(plain))
-    return [number for number in found if math.isfinite(number)]
+    found = (_exact(match.replace(",", "")) for match in _NUMBER.findall(plain))
+    return [number for number in found if number is not None]
+
+
+def _exact(text: str) -> decimal.Decimal | None:
+    """The decimal number; None if it is too long or too large."""
+    mantissa, _, exponent = text.lower().partition("e")
+    if len(mantissa) > _MAX_DIGITS:
+        return None
+    sign, power = exponent[:1] == "-", exponent.lstrip("+-").lstrip("0")
+    if len(power) <= 5 and (number := decimal.Decimal(text)).adjusted() <= _MAX_DIGITS:
+        return number if number and number.adjusted() >= -_MAX_DIGITS else decimal.Decimal(0)
+    return decimal.Decimal(0) if sign or not decimal.Decimal(mantissa) else None
 
 
 def _regex(location: str, config: RegexMatch) -> RewardFunction:

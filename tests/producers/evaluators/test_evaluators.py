@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def step(index, event_type, output, agent="agent"):
     )  # fmt: skip
 
 
-def rollout(response="", steps=None, **inputs):
+def rollout(response: Any = "", steps=None, **inputs):
     """A rollout whose agent said `response` last."""
     messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": response})
     steps = (step(0, "LLM_END", response),) if steps is None else steps
@@ -90,12 +91,13 @@ def test_the_answer_may_have_another_key():
         ("1,23 and 1,2345", [1, 23, 1, 2345]),
         ("\N{MINUS SIGN}8 %", [-8]),
         ("-$5.20 and $7", [-5.2, 7]),
-        ("1e999", []),
+        ("1e99999 and 0e99999 and 1e-99999", [0, 0]),
+        ("9" * 10_001, []),
         ("none", []),
     ],
 )
 def test_numbers_are_read_as_people_write_them(text, found):
-    assert numbers(text) == found
+    assert [float(number) for number in numbers(text)] == found
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,11 @@ def test_numbers_are_read_as_people_write_them(text, found):
         ({}, "1,000", "#### 1000", 1),
         ({}, "72", "48 / 2 = 24, so 48 + 24 = 72 clips\n#### 72", 1),
         ({}, "24", "48 / 2 = 24, so 48 + 24 = 72 clips\n#### 72", 0),
+        ({}, "12345678901234567891", 12345678901234567890, 0),
+        ({"tolerance": 0.1}, "1.1", 1.0, 1),
+        ({"tolerance": 0.1}, "1.1001", 1.0, 0),
+        ({}, "9" * 400, "9" * 400, 1),
+        ({}, "1e-10000", "1e10000", 0),
         ({}, "no idea", 4, 0),
         ({}, "", 4, 0),
     ],
