@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from rollstream.producers.evaluators import matching
-from rollstream.producers.rollout.reply import text_of
+from rollstream.producers.rollout.reply import content_text, text_of
 from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, RewardError, RewardFunction
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import (
@@ -51,11 +51,13 @@ def final_answer(location: str, rollout: FinishedRollout, agent: str | None = No
         if agent is None and step.event_type == WORKFLOW_END and (step.data or {}).get("output") is not None:
             return text_of((step.data or {})["output"])
         if step.event_type == "LLM_END" and agent in (None, step.agent):
-            messages = rollout.messages.get(step.agent, ())
-            if messages and messages[-1].get("role") == "assistant" and messages[-1].get("content") is not None:
-                return text_of(messages[-1]["content"])
-            if (step.data or {}).get("output") is not None:
-                return text_of((step.data or {})["output"])
+            messages, output = rollout.messages.get(step.agent, ()), (step.data or {}).get("output")
+            content = messages[-1].get("content") if messages and messages[-1].get("role") == "assistant" else None
+            text = None if content is None else content_text(content)
+            if text is not None:
+                return text
+            if (found := content if output is None else output) is not None:
+                return text_of(found)
     whose = f"agent {agent}" if agent else "any agent"
     raise NoScoreError(
         f"{location}: the rollout has no answer by {whose} to score (it ended as {rollout.stop_reason!r}); "

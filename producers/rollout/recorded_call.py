@@ -12,6 +12,7 @@ from typing import Any
 
 from rollstream.producers.engines.base import Tokenizer
 from rollstream.producers.rollout.conversation import Conversation, Prompt
+from rollstream.producers.rollout.reply import content_text
 from rollstream.schemas import tokens
 from rollstream.schemas.errors import EnvironmentRunError
 from rollstream.schemas.events.recorded import RecordedChat, RecordedStep
@@ -201,15 +202,8 @@ def _rendered(
 def _plain_text(message: dict[str, Any]) -> dict[str, Any] | None:
     """A message whose content is one text; None if a part of it is not text."""
     content = message.get("content")
-    if content is None:
-        return message | {"content": ""}
-    if isinstance(content, str):
-        return message
-    if not isinstance(content, list):
-        return None
-    parts = [part if isinstance(part, str) else _part_text(part) for part in content]
-    texts = [part for part in parts if part is not None]
-    return message | {"content": "".join(texts)} if len(texts) == len(parts) else None
+    text = "" if content is None else content_text(content)
+    return None if text is None else message | {"content": text}
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
@@ -227,8 +221,3 @@ def _with_object(call: Any) -> Any:
     except ValueError:
         return call
     return call | {"function": function | {"arguments": found}} if isinstance(found, dict) else call
-
-
-def _part_text(part: Any) -> str | None:
-    text = part.get("text") if isinstance(part, dict) else None
-    return text if isinstance(text, str) else None

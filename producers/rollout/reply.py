@@ -123,6 +123,15 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def content_text(content: Any) -> str | None:
+    """The content of a message as one text; None if it, or a part of it, is not text."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else None
+
+
 def is_list(messages: Any) -> bool:
     """Whether a chat's messages may be a list of messages; a list itself needs no look at an abstract class."""
     return isinstance(messages, list) or not isinstance(messages, str | Mapping)

@@ -289,6 +289,13 @@ def test_the_result_of_a_workflow_counts_before_the_last_message():
     assert final_answer("e", rollout("thinking", steps), "agent") == "thinking"
 
 
+def test_an_answer_of_text_parts_is_their_text():
+    parts = [{"type": "text", "text": "Par"}, {"type": "text", "text": "is"}]
+    assert final_answer("e", rollout(parts)) == "Paris"
+    with_image = [*parts, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    assert final_answer("e", rollout(with_image, (step(0, "LLM_END", "Paris, shown"),))) == "Paris, shown"
+
+
 def test_the_agent_that_answered_last_is_scored_unless_one_is_named():
     steps = (step(0, "LLM_END", "first", "ann"), step(1, "LLM_END", "last", "bob"), step(2, "TOOL_END", "x", "bob"))
     found = rewards.FinishedRollout({}, 1, steps, (), {}, "done")
