@@ -1,9 +1,11 @@
 """Records of scored answers to the same messages: a TTC_END step each, in the form of NAT's candidates. Pure."""
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 from rollstream.schemas import ids
+from rollstream.schemas.errors import EnvironmentRunError
 from rollstream.schemas.events import StepRecorded
 
 CANDIDATE = "dpo_candidate_move"
@@ -15,6 +17,17 @@ SCORE = "score"
 def turn_id(rollout_id: str, agent: str, turn_index: int) -> str:
     """Name of a turn that no other rollout has: `turn_<index>_<8 hex>`."""
     return f"turn_{turn_index}_{ids.derive_seed(rollout_id, agent, turn_index) & 0xFFFFFFFF:08x}"
+
+
+def index_of(selected: Any, num_answers: int) -> int:
+    """The index of the selected answer, which may be an integer of numpy or a tensor. Raises EnvironmentRunError."""
+    try:
+        index = operator.index(selected)
+    except TypeError as error:
+        raise EnvironmentRunError(f"selected is a {type(selected).__name__}; give the index of an answer") from error
+    if not 0 <= index < num_answers:
+        raise EnvironmentRunError(f"selected is {index}; give the index of one of the {num_answers} answers, from 0")
+    return index
 
 
 def candidate_fields(

@@ -201,9 +201,9 @@ class Session:
         """Say how good answers to the same messages are beside each other, and which of them (by place) is played.
 
         A score is not part of the rollout's reward: it makes preference pairs. Raises RewardError for one that is not a
-        finite number.
+        finite number, EnvironmentRunError if `selected` is the index of no answer.
         """
-        turn_index = self._num_scored.get(agent, 0)
+        turn_index, selected = self._num_scored.get(agent, 0), scored_answers.index_of(selected, len(replies))
         self._num_scored[agent] = turn_index + 1
         turn = scored_answers.turn_id(self._journal.rollout_id, agent, turn_index)
         for index, (reply, score) in enumerate(zip(replies, scores, strict=True)):

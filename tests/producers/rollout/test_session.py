@@ -5,7 +5,9 @@ import json
 import random
 import uuid
 
+import numpy as np
 import pytest
+import torch
 
 from rollstream.processors.assemble.sequences import dead_branches
 from rollstream.producers.engines.scripted import ScriptedTokenizer
@@ -220,6 +222,29 @@ def test_several_answers_to_the_same_messages_are_one_turn_and_each_begins_a_bra
         (None, 0.5, False),
     ]
     assert [step.metadata["is_selected"] for step in played.steps if step.event_type == "TTC_END"] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("selected", [np.int64(1), torch.tensor(1)])
+def test_the_selected_answer_may_be_an_integer_of_a_library(play, selected):
+    @register_environment("test_library_index")
+    async def picks(session):
+        await session.score(await session.sample([user("1")], 2), [0.0, 1.0], selected=selected)
+        await session.reward(1.0)
+
+    played = play(task_of("test_library_index"))
+    played.assert_complete()
+    assert [step.metadata["is_selected"] for step in played.steps if step.event_type == "TTC_END"] == [False, True]
+
+
+@pytest.mark.parametrize(("selected", "words"), [(-1, "selected is -1"), (2, "selected is 2"), (0.5, "is a float")])
+def test_a_selected_answer_that_is_not_there_is_refused_before_any_score(play, selected, words):
+    @register_environment("test_no_such_answer")
+    async def picks(session):
+        await session.score(await session.sample([user("1")], 2), [0.0, 1.0], selected=selected)
+
+    played = play(task_of("test_no_such_answer"))
+    assert words in played.last.message
+    assert played.rewards == []
 
 
 def test_samples_are_the_same_however_often_they_are_drawn_and_end_with_the_turns(play):
