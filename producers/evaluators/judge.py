@@ -21,7 +21,7 @@ from rollstream.producers.rollout.reply import text_of
 from rollstream.producers.rollout.rewards import Asked, FinishedRollout, NoScoreError, Recorder, RewardError, in_thread
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.evaluators import PLACEHOLDER, SECTION, LlmJudge
-from rollstream.schemas.variables import one_line
+from rollstream.schemas.variables import encodable, one_line
 
 PATH = "/chat/completions"
 MAX_ANSWER_BYTES = 1024 * 1024
@@ -145,7 +145,7 @@ class Judge:
             ) from error
         if not isinstance(text, str):
             raise self._no_score(f"its answer is not text: {self._shown(body)}; use a model that answers in text")
-        return JudgeAnswer(text, _usage(content.get("usage")), num_tries)
+        return JudgeAnswer(encodable(text), _usage(content.get("usage")), num_tries)
 
     async def _number(self, text: str) -> float:
         config = self._config
@@ -180,9 +180,13 @@ class Judge:
         return {key: self._hidden(item) for key, item in value.items()}
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and -(2**63) <= value < 2**63  # what a record can hold
+
+
 def _usage(found: Any) -> dict[str, Any] | None:
     """Token counts in the form that a model's own calls have."""
     if not isinstance(found, dict):
         return None
-    counts = {str(key): value for key, value in found.items() if isinstance(value, int)}
+    counts = {encodable(str(key)): value for key, value in found.items() if _is_count(value)}
     return {"token_usage": counts, "num_llm_calls": 1, "seconds_between_calls": 0}

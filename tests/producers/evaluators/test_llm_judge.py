@@ -37,7 +37,16 @@ def judge(base_url, **changes):
     return block | {"prompt": PROMPT, "max": 10, "timeout_s": 5, "retries": 0, "retry_wait_s": 0.01} | changes
 
 
-def judged(play, *replies, response="Paris", inputs=None, missing_score="error", error_headers=None, **changes):
+def judged(
+    play,
+    *replies,
+    response="Paris",
+    inputs=None,
+    missing_score="error",
+    error_headers=None,
+    rollout_timeout_s=120,
+    **changes,
+):
     """Events of an attempt that a server judged, and the server."""
     server = JudgeServer(*replies, error_headers=error_headers)
     inputs = {"question": "Capital of France?", "answer": "Paris"} if inputs is None else inputs
@@ -62,6 +71,7 @@ def judged(play, *replies, response="Paris", inputs=None, missing_score="error",
             rewards=("helpful",),
             evaluators={"helpful": block},
             missing_score=missing_score,
+            rollout_timeout_s=rollout_timeout_s,
             sampling={"max_new_tokens": 200},
         )
         return play(task, answers(response)), server
@@ -149,6 +159,14 @@ def test_a_server_that_asks_for_a_pause_is_asked_after_it(play):
     played.assert_complete()
     assert len(server.requests) == 2
     assert time.monotonic() - begun >= 0.6
+
+
+def test_an_answer_that_no_record_could_hold_is_made_to_fit(play):
+    whole = chat_completion("half a pair \ud83d, 8") | {"usage": {"total_tokens": 2**70, "prompt_tokens": 3}}
+    played, _ = judged(play, (200, json.dumps(whole)))
+    played.assert_complete()
+    assert played.steps[-1].data["output"] == "half a pair \\ud83d, 8"
+    assert played.steps[-1].usage_info["token_usage"] == {"prompt_tokens": 3}
 
 
 def test_a_judge_is_asked_by_the_proxy_of_the_environment(play, monkeypatch):
