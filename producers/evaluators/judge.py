@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,8 +43,11 @@ class JudgeAnswer(NamedTuple):
 class Judge:
     """One evaluator in one rollout."""
 
-    def __init__(self, name: str, config: LlmJudge, recorder: Recorder, hide: Callable[[str], str]) -> None:
-        """`hide` writes `${ENV}` in place of its value."""
+    def __init__(
+        self, name: str, config: LlmJudge, recorder: Recorder, hide: Callable[[str], str], *, rollout_timeout_s: float
+    ) -> None:
+        """`hide` writes `${ENV}` in place of its value. No answer is waited for longer than `rollout_timeout_s`."""
+        self._rollout_timeout_s = rollout_timeout_s
         self._name = name
         self._location = f"{SECTION}.{name}"
         self._config = config
@@ -93,6 +97,7 @@ class Judge:
         tries, last = config.retries + 1, TryAgainError("was not asked")
         proxy = proxy_of(self._base_url, os.environ)
         server = HttpServer(self._base_url, timeout_s=config.timeout_s, proxy=proxy)
+        ends = time.monotonic() + self._rollout_timeout_s
         try:
             for number in range(1, tries + 1):
                 try:
@@ -101,7 +106,13 @@ class Judge:
                     last = error
                     logger.info("%s: try %d of %d: %s", self._location, number, tries, self._hide(str(error)))
                 if number < tries:
-                    await asyncio.sleep(max(last.after_s, config.retry_wait_s * 2 ** (number - 1)))
+                    wait_s = max(last.after_s, config.retry_wait_s * 2 ** (number - 1))
+                    if time.monotonic() + wait_s >= ends:
+                        raise self._no_score(
+                            f"{last} (try {number} of {tries}); the next in {wait_s:g} s would be after the rollout's "
+                            "time; check that it serves, or raise rollout_timeout_s"
+                        )
+                    await asyncio.sleep(wait_s)
         finally:
             await server.close()
         raise self._no_score(f"{last} ({tries} tries); check that it serves, or raise timeout_s or retries") from last

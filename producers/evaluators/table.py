@@ -56,7 +56,7 @@ def reward_of(name: str, settings: RolloutSettings, permissions: Permissions, re
             raise ConfigError(f"{location}: an llm_judge is not called again; its recorded scores are kept")
         block = {key: block.get(key) for key in SECRET_KEYS}
         hide = functools.partial(_hide, block=block, env=permissions.env)
-        return Chosen(location, Judge(name, config, recorder, hide).score)
+        return Chosen(location, Judge(name, config, recorder, hide, rollout_timeout_s=settings.rollout_timeout_s).score)
     return Chosen(location, _build(location, config, permissions))
 
 

@@ -161,6 +161,14 @@ def test_a_server_that_asks_for_a_pause_is_asked_after_it(play):
     assert time.monotonic() - begun >= 0.6
 
 
+def test_a_pause_beyond_the_time_of_the_rollout_is_not_waited_for(play):
+    answered = (429, "slow down")
+    played, server = judged(play, answered, retries=1, error_headers={"Retry-After": "50"}, rollout_timeout_s=40)
+    assert played.last.cause == "reward_error"
+    assert "the next in 50 s would be after the rollout's time" in played.last.message
+    assert len(server.requests) == 1
+
+
 def test_an_answer_that_no_record_could_hold_is_made_to_fit(play):
     whole = chat_completion("half a pair \ud83d, 8") | {"usage": {"total_tokens": 2**70, "prompt_tokens": 3}}
     played, _ = judged(play, (200, json.dumps(whole)))
