@@ -178,7 +178,7 @@ def _json_schema(location: str, config: JsonSchemaMatch) -> RewardFunction:
 
 
 def check_schema(location: str, config: JsonSchemaMatch) -> None:
-    """Raises ConfigError for a value that is not a JSON schema."""
+    """Raises ConfigError for a value that is not a JSON schema, or has a reference to what it does not contain."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
 
@@ -187,6 +187,30 @@ def check_schema(location: str, config: JsonSchemaMatch) -> None:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except SchemaError as error:
         raise ConfigError(f"{location}.schema: {error.json_path}: {error.message}; correct it") from error
+    _check_references(f"{location}.schema", schema)
+
+
+def _check_references(location: str, schema: dict[str, JsonValue]) -> None:
+    """Raises ConfigError for a reference that cannot be resolved within the schema, as scoring fetches nothing."""
+    from referencing import Registry, Resource
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    root: Resource[Any] = Resource.from_contents(schema, default_specification=DRAFT202012)
+    registry: Registry[Any] = Registry()
+    found = [(root, registry.resolver_with_root(root))]
+    while found:
+        resource, resolver = found.pop()
+        contents = resource.contents
+        for key in ("$ref", "$dynamicRef") if isinstance(contents, dict) else ():
+            try:
+                _ = key in contents and resolver.lookup(contents[key])
+            except Unresolvable as error:
+                raise ConfigError(
+                    f"{location}: {key} {contents[key]!r} is not in the schema, and no other is fetched; "
+                    "correct it, or add what it names under $defs"
+                ) from error
+        found += [(one, resolver.in_subresource(one)) for one in resource.subresources()]
 
 
 def read_schema(location: str, file: str) -> dict[str, JsonValue]:

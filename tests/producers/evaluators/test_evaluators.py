@@ -237,6 +237,11 @@ WRONG = [
     ),
     ({"_type": "json_schema"}, r"e\.schema: neither or both of schema and file are given"),
     ({"_type": "json_schema", "schema": {"type": "objekt"}}, r"e\.schema: \$\.type: "),
+    (
+        {"_type": "json_schema", "schema": {"items": {"$ref": "#/$defs/missing"}}},
+        r"e\.schema: \$ref '#/\$defs/missing' is not in the schema",
+    ),
+    ({"_type": "json_schema", "schema": {"$ref": "http://x/y"}}, r"e\.schema: \$ref 'http://x/y' is not in the schema"),
     ({"_type": "json_schema", "file": "/no/such.json"}, r"e\.file: /no/such\.json cannot be read"),
     ({"_type": "python", "function": "nodots"}, r"e\.function: 'nodots' is not a path; write python:module\.function"),
     ({"_type": "python", "function": "python:a"}, r"e\.function: 'python:a' is not a path; write python:module\.funct"),
