@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from numbers import Real
 from typing import Any, Protocol
 
@@ -168,12 +169,14 @@ def finite(name: str, value: Any) -> float:
         value = value.item()  # numpy's bool, and arrays and tensors of no dimension
     if value is None:
         raise NoScoreError(f"reward {name} is None; expected a finite number")
-    if not isinstance(value, Real):
+    if not isinstance(value, Real | Decimal):
         raise RewardError(f"reward {name} is a {type(value).__name__}; expected a finite number")
     try:
         number = float(value)
     except OverflowError as error:
         raise RewardError(f"reward {name} is too large; return a finite number") from error
+    except ValueError:  # a signaling NaN of Decimal
+        number = math.nan
     if not math.isfinite(number):
         raise RewardError(f"reward {name} is {number}; expected a finite number")
     if abs(number) > MAX_REWARD:

@@ -1,6 +1,7 @@
 """Reward functions: what they see, what they may return, and what becomes of those that fail."""
 
 import asyncio
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -47,7 +48,9 @@ def test_async_functions_and_awaitables_are_awaited():
     assert evaluate(lambda rollout: judge(rollout)) == {None: 0.5}
 
 
-@pytest.mark.parametrize("value", [np.bool_(True), np.float32(1), np.array(1), torch.tensor(1.0), True, Fraction(1)])
+@pytest.mark.parametrize(
+    "value", [np.bool_(True), np.float32(1), np.array(1), torch.tensor(1.0), True, Fraction(1), Decimal(1)]
+)
 def test_one_number_of_any_type_is_a_reward(value):
     assert evaluate(lambda rollout: value) == {None: 1.0}
 
@@ -65,6 +68,7 @@ def test_a_mapping_is_a_reward_an_agent():
         ("1", "is a str"),
         (np.array([1.0]), "is a ndarray"),
         (10**400, "too large"),
+        (Decimal("sNaN"), "nan"),
     ],
 )
 def test_a_reward_that_is_not_a_finite_number_is_refused_by_name(value, words):
