@@ -27,6 +27,7 @@ from rollstream.schemas.errors import (
     called_at,
     describe,
     is_of_users,
+    message_of,
     retrieve_exception,
 )
 from rollstream.schemas.events import StepRecorded, TaskRequested
@@ -236,7 +237,7 @@ class _AttemptRunner:
         if error is None:
             return self._left_open() if self._journal.num_open else None
         if isinstance(error, rewards.RewardError):
-            return Failure("reward_error", str(error), error)
+            return Failure("reward_error", message_of(error), error)
         text = _with_location(error) if isinstance(error, RollstreamError) else describe(error)
         return Failure("environment_error", f"{self._doing}: {text}", error)
 
@@ -295,7 +296,7 @@ class _AttemptRunner:
         except rewards.NoScoreError as error:
             if self._settings.missing_score == "error":
                 raise
-            reason = recordable(self._permissions.conceal(str(error)))
+            reason = recordable(self._permissions.conceal(message_of(error)))
             shown = self._permissions.conceal(_traceback(error))
             log.warning("no score rollout_id=%s: %s%s", self._journal.rollout_id, reason, shown)
             if self._settings.missing_score == "reject":
@@ -370,7 +371,7 @@ def _copied(step: StepRecorded) -> StepRecorded:
 def _with_location(error: BaseException) -> str:
     """An error of rollstream, with the file and line of users' code that it came from."""
     location = called_at(error)
-    return f"{error} ({location})" if location else str(error)
+    return f"{message_of(error)} ({location})" if location else message_of(error)
 
 
 def _traceback(error: BaseException | None) -> str:

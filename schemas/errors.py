@@ -277,19 +277,18 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def describe(error: BaseException) -> str:
     """Type, place and message of an exception of others' code, even if its own `__str__` raises or exits.
 
-    `KeyError (game.py line 12, in lookup): 'x'`
-
-    Of an exception group, as a task group raises it, the first exception in it.
+    `KeyError (game.py line 12, in lookup): 'x'`; of an exception group, as a task group raises it, its first exception.
     """
     if isinstance(error, BaseExceptionGroup):
         return describe(first_error(cast("BaseExceptionGroup[BaseException]", error)))
-    message = _message(error)
+    message = message_of(error)
     source_line = "" if isinstance(error, RollstreamError) else raised_at(error)
     kind = type(error).__name__ + (f" ({source_line})" if source_line else "")
     return f"{kind}: {message}" if message else kind
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
+    """Message of an exception, even if its `__str__`, which may be others' code, raises or exits."""
     try:
         return str(error)
     except (Exception, SystemExit, KeyboardInterrupt):  # noqa: BLE001 -- whatever others' code raises
@@ -396,5 +395,5 @@ def _is_one_of(error: BaseException, names: Iterable[str], messages: Iterable[st
     kinds = {kind.__name__ for kind in type(error).__mro__}  # torch and aiokafka are not imported here
     if not kinds.isdisjoint(names):
         return True
-    message = _message(error)
+    message = message_of(error)
     return any(part in message for part in messages)

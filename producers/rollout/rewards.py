@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from rollstream.eventlog.artifact_retry import start_thread
-from rollstream.schemas.errors import EnvironmentRunError, describe, is_of_users, raised_at
+from rollstream.schemas.errors import EnvironmentRunError, describe, is_of_users, message_of, raised_at
 from rollstream.schemas.events import RewardRecorded, StepRecorded
 
 _abandoned: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
@@ -107,7 +107,7 @@ async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout
         if not is_of_users(error):
             raise
         kind = NoScoreError if isinstance(error, NoScoreError) else RewardError
-        raise kind(f"reward {name} raised {type(error).__name__} ({raised_at(error)}): {error}") from error
+        raise kind(f"reward {name} raised {type(error).__name__} ({raised_at(error)}): {message_of(error)}") from error
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise RewardError(f"reward {name} raised {describe(error)}") from error
     if isinstance(value, Mapping):

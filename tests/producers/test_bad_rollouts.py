@@ -138,6 +138,27 @@ def test_any_text_of_an_error_can_be_recorded(play_on_a_log, error, message):
     assert re.fullmatch(f"reward test_fails_unreadably raised {message}", failed.message)
 
 
+def test_an_error_derived_from_rollstreams_whose_message_cannot_be_read_fails_its_rollout_alone(play_on_a_log):
+    class Unreadable(EnvironmentRunError):
+        def __str__(self):
+            raise AttributeError("no message")
+
+    class UnreadableReward(rewards.RewardError):
+        def __str__(self):
+            raise AttributeError("no message")
+
+    @register_environment("test_unreadable_own")
+    async def fails(session):
+        raise Unreadable
+
+    @register_reward("test_unreadable_own")
+    def judge(rollout):
+        raise UnreadableReward
+
+    for task in (task_of("test_unreadable_own"), task_of(rewards=("test_unreadable_own",))):
+        assert "(its message cannot be read)" in play_on_a_log(task).message
+
+
 # ---- what never stops ----
 
 
