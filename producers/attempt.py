@@ -313,7 +313,7 @@ class _AttemptRunner:
         if self.missing_scores or self._journal.num_open or session.failure is not None:
             return  # there is a reason already
         spoke = {step.agent for step in self._journal.steps if step.llm is not None} or set(settings.agents)
-        spoke -= session.opponents.keys()
+        spoke -= {*session.opponents, *settings.frozen_agents}
         rewarded = {reward.agent for reward in self._journal.rewards}
         without = sorted(spoke - rewarded) if None not in rewarded else []
         if without:

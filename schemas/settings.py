@@ -89,6 +89,8 @@ class RolloutSettings(Settings):
     """Renderer for calls with tools: `auto` (one that writes as the model's chat template does), `none`, or a family's
     name.
     """
+    frozen_agents: tuple[str, ...] = added(())
+    """Agents whose model groups are not trained; they need no reward."""
 
 
 class CurriculumSettings(Settings):

@@ -111,9 +111,8 @@ def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
     Rollouts made elsewhere and used only for SFT need neither log-probabilities nor versions.
     """
     builder = config.builder
-    is_imitated = config.environment in MADE_ELSEWHERE and all(
-        one.adapter.algorithm.is_imitation for one in config.trained().values()
-    )
+    algorithms = [one.adapter.algorithm for one in config.trained().values()]
+    is_imitated = config.environment in MADE_ELSEWHERE and all(one.is_imitation for one in algorithms)
     return RolloutSettings(
         environment=config.environment,
         environment_config=builder.environment_config,
@@ -132,6 +131,7 @@ def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
         responses_per_step=builder.responses_per_step,
         drop_dead_branches=rewards.drops_dead_branches(config),
         renderer=builder.renderer,
+        frozen_agents=rewards.frozen_agents_of(config),
     )
 
 

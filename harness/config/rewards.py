@@ -87,6 +87,12 @@ def missing_score_of(config: RunConfig) -> Any:
     return config.builder.missing_score if any(one.rewards for one in needs) else "unneeded"
 
 
+def frozen_agents_of(config: RunConfig) -> tuple[str, ...]:
+    """Agents of model groups that are not trained: they need no reward."""
+    trained = config.trained()
+    return tuple(agent for agent, group in config.agents.items() if group not in trained)
+
+
 def drops_dead_branches(config: RunConfig) -> bool:
     """Whether discarded answers are left out: as the builder says, else where an agent outside may discard some."""
     asked = config.builder.drop_dead_branches

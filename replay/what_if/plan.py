@@ -32,7 +32,7 @@ FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations", "oversampling", 
 """Settings that decided which rollouts exist."""
 OF_REWARDS = ("rewards", "reward_weights", "evaluators")
 """Settings that decide what a recorded rollout is worth."""
-FREE_ROLLOUT = (*OF_REWARDS, "agents", "missing_score")
+FREE_ROLLOUT = (*OF_REWARDS, "agents", "missing_score", "frozen_agents")
 
 
 @dataclass(slots=True)

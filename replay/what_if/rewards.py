@@ -214,7 +214,7 @@ def _check_scored(
         return
     steps = tuple(steps)
     spoke = {step.agent for step in steps if step.llm is not None} or set(now.agents)
-    spoke -= {step.agent for step in steps if is_opponents(step)}
+    spoke -= {*(step.agent for step in steps if is_opponents(step)), *now.frozen_agents}
     rewarded = {reward.agent for reward in rewards}
     without = sorted(spoke - rewarded) if None not in rewarded else []
     if without:

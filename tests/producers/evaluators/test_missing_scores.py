@@ -111,7 +111,9 @@ def test_an_agent_that_nobody_rewards_is_named(play):
             await session.chat([{"role": "user", "content": "?"}], agent=agent)
         await session.reward(1.0, agent="ann")
 
-    failed = play(task_of("test_rewards_one_of_two", agents={"ann": GROUP, "bob": GROUP})).last
+    agents = {"ann": GROUP, "bob": GROUP}
+    play(task_of("test_rewards_one_of_two", agents=agents, frozen_agents=("bob",))).assert_complete()
+    failed = play(task_of("test_rewards_one_of_two", agents=agents)).last
     assert failed.cause == "reward_error"
     assert "agents without a reward: bob" in failed.message
     assert "by `await session.reward(...)`, which does nothing without `await`" in failed.message

@@ -228,3 +228,16 @@ def test_an_agent_that_sampled_nothing_needs_no_reward(tmp_path: Path) -> None:
     task = task_of("test_uses_a_tool", rewards=("test_of_the_agent",), agents=agents)
     found = asyncio.run(what_if(task, tmp_path, reward_weights={"test_of_the_agent": 2.0}))
     assert [reward for name, reward in found.items() if name.endswith("/agent")] == [2.0]
+
+
+@register_environment("test_asks_an_adviser")
+async def asks_an_adviser(session: Session) -> None:
+    for agent in ("agent", "adviser"):
+        await session.chat([{"role": "user", "content": "?"}], agent=agent)
+
+
+def test_a_frozen_agent_needs_no_reward(tmp_path: Path) -> None:
+    agents = {"agent": GROUP, "adviser": GROUP}
+    task = task_of("test_asks_an_adviser", rewards=("test_of_the_agent",), agents=agents, frozen_agents=("adviser",))
+    found = asyncio.run(what_if(task, tmp_path, reward_weights={"test_of_the_agent": 2.0}))
+    assert [reward for name, reward in found.items() if name.endswith("/agent")] == [2.0]

@@ -53,6 +53,7 @@ def test_a_frozen_model_group_has_a_job_that_trains_nothing(written: dict[str, A
     assert (frozen.job_id, frozen.model_group, frozen.job.kind) == ("run-1/frozen-provers", "run-1/provers", "frozen")
     assert frozen.fork == ForkPoint(run_id="demo-1a2b3c", model_group="old", version=7)
     assert (main.job_id, main.model_group) == ("run-1/rl", "run-1/verifiers")
+    assert main.rollout.frozen_agents == ("prover",)
     check_manifests((frozen, main))
 
 
