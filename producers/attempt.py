@@ -317,10 +317,12 @@ class _AttemptRunner:
         rewarded = {reward.agent for reward in self._journal.rewards}
         without = sorted(spoke - rewarded) if None not in rewarded else []
         if without:
+            is_recorded = settings.environment == RECORDED  # `finetuning.reward_function` runs nothing for it
+            where = "trajectory_builders.X.rewards" if is_recorded else "finetuning.reward_function.name"
             raise rewards.NoScoreError(
                 f"agents without a reward: {', '.join(without)}; give one in environment {settings.environment} "
                 "by `await session.reward(...)`, which does nothing without `await`, or "
-                "name a reward function or evaluator (finetuning.reward_function.name)"
+                f"name a reward function or evaluator ({where})"
             )
 
 

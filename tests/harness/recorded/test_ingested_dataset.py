@@ -157,6 +157,20 @@ def test_a_file_or_configuration_that_cannot_be_used_is_one_clear_error(
     assert message in str(caught.value)
 
 
+def test_rollouts_without_rewards_are_refused_where_the_named_reward_is_not_run(tmp_path, configured, written):
+    file = tmp_path / "steps.jsonl"
+    file.write_bytes(b"\n".join(lines(*run_of("a"))))
+    written["eval"] = {"evaluators": {"right": {"_type": "exact_match"}}}
+    written["finetuning"] |= {"reward_function": {"name": "right"}}
+    config = configured()
+    with pytest.raises(ConfigError, match=r"no rollout has a reward.*`trajectory_builders\.b\.rewards: \[right\]`"):
+        prepare(file, config, tmp_path / "work", ())
+    prepare(file, config, tmp_path / "work", (("trajectory_builders.b.rewards", "[right]"),))
+    rewarded = json.dumps({"rollout_id": "r", "example_id": "x", "steps": run_of("b"), "reward": 1})
+    file.write_text(rewarded)
+    prepare(file, config, tmp_path / "work", ())
+
+
 def test_a_configuration_without_a_builder_is_refused(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({"finetuning": {"trajectory_builder": "b"}}))
