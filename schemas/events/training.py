@@ -116,7 +116,7 @@ class MemberRef(_Value):
     """Oldest version of a completion token; 0 if there is none."""
     max_version: int
     has_logprobs: bool = True
-    """Whether at least the completion tokens have log-probabilities. Without any, losses that need them leave it out."""
+    """Whether at least the completion tokens have log-probabilities. Without, losses that need them leave it out."""
     num_dead_tokens: int = added(0, ge=0)
     """Sampled tokens of the trajectory's dead branches, which are left out."""
     num_without_logprobs: int = added(0, ge=0)
