@@ -227,7 +227,8 @@ def _signals() -> Iterator[_Conducted]:
         elif conducted.run is not None:
             conducted.run.supervisor.kill()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
         loop.add_signal_handler(number, receive, number)
     try:
         yield conducted
@@ -241,5 +242,7 @@ def _signals() -> Iterator[_Conducted]:
             f"a component, or a library that it uses, cancelled the command; rollstream --debug shows where{hint}"
         ) from error
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number, handler in before.items():
             loop.remove_signal_handler(number)  # nothing is left to cancel: from here on a signal ends the process
+            if number == signal.SIGTERM:
+                signal.signal(number, handler)

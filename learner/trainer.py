@@ -372,7 +372,7 @@ class JobTrainer:
         if not scorers:
             return []
         self._check_token_ids(trajectories)
-        return asked_of(self._settings.algorithm, scorers, planned, trajectories)
+        return asked_of(self._settings.algorithm, scorers, planned, trajectories, self._settings.revision)
 
     def batch(
         self, planned: BatchPlanned, trajectories: Sequence[TrajectoryAssembled], scores: Scores = NONE

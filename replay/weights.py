@@ -152,7 +152,8 @@ async def _asked(
         return possible
     try:
         trajectories = check_members(planned, await fetch_records(log, planned))
-        return asked_of(settings, list(dict.fromkeys(one.scorer for one in possible)), planned, trajectories)
+        scorers = list(dict.fromkeys(one.scorer for one in possible))
+        return asked_of(settings, scorers, planned, trajectories, job.settings.revision)
     except DecodeError:
         return possible  # the comparison of trajectories has noted it
 

@@ -262,11 +262,11 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
     """
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     rows: Rows = []
-    limit = csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # of the process; examples have their own
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # of the process; examples have their own
     try:
         names = reader.fieldnames or ()
         for name in names:
-            if name and names.count(name) > 1:  # columns without names, as spreadsheets have, are empty
+            if name and names.count(name) > 1:  # spreadsheets add empty columns without names
                 raise ConfigError(f"dataset {path} line {reader.line_num}: duplicate column {name!r}; rename one")
         for row in reader:
             location = f"dataset {path} line {reader.line_num}"
@@ -280,8 +280,6 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
         raise ConfigError(
             f"dataset {path} line {reader.line_num + 1}: not valid CSV: {error}; correct the line"
         ) from error
-    finally:
-        csv.field_size_limit(limit)
     return rows
 
 

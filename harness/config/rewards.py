@@ -16,7 +16,7 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, nearest
 from rollstream.schemas.evaluators import SECTION, Evaluator, LlmJudge, answer_key, kind_of
-from rollstream.schemas.events.recorded import MADE_ELSEWHERE
+from rollstream.schemas.events.recorded import MADE_ELSEWHERE, RECORDED
 from rollstream.schemas.permissions import (
     COMMAND,
     GATEWAY,
@@ -166,11 +166,11 @@ def check_reward(config: RunConfig, name: str, env: Mapping[str, str] = os.envir
         raise ConfigError(f"{path_of(config, name)}: {error}; {SECTION} has: {named}") from error
 
 
-def check_examples(config: RunConfig, examples: Iterable[Example], location: str) -> None:
-    """Raises ConfigError naming the first example whose inputs lack what an evaluator or a teacher of the run needs, or
-    whose answer an evaluator cannot score.
+def check_examples(config: RunConfig, examples: Iterable[Example], location: str, *, is_new: bool = True) -> None:
+    """Raises ConfigError naming the first example whose inputs lack what an evaluator or a teacher of the run needs, or,
+    in a new run, whose answer an evaluator cannot score.
 
-    `location`: the source of the examples, for the message.
+    `location`: the source of the examples, for the message. Recorded rollouts may bring the evaluator's reward.
     """
     from rollstream.producers.evaluators.table import check_answer, read
 
@@ -186,7 +186,7 @@ def check_examples(config: RunConfig, examples: Iterable[Example], location: str
                 raise ConfigError(
                     f"{path}: example {example.example_id!r} of {location} has no key {key!r}; its keys are: {shown}"
                 )
-        for name, one in evaluators.items():
+        for name, one in evaluators.items() if is_new and config.environment != RECORDED else ():
             where = f"{SECTION}.{name}.answer_key: example {example.example_id!r} of {location}"
             check_answer(where, one, example.inputs)
 

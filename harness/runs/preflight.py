@@ -132,7 +132,7 @@ def check_datasets(config: RunConfig, *, is_new: bool) -> "list[Example] | None"
             _check_validation(config, validation, config.validation.config, is_new=is_new)
         is_named = config.validation.dataset is not None
         file = "validation_dataset" if is_named else f"validation_config_file {config.validation.config}"
-        _check_dataset(validation, file)
+        _check_dataset(validation, file, is_new=is_new)
         for name in validation.by_group().keys() - config.by_group().keys():
             known = ", ".join(config.by_group())
             raise ConfigError(f"{file}: agents: model group {name} is not one of the run; choose one of: {known}")
@@ -156,7 +156,7 @@ def _check_validation(config: RunConfig, validation: RunConfig, path: Path, *, i
         raise ConfigError(f"validation_config_file {path}: {error}") from error
 
 
-def _check_dataset(config: RunConfig, location: str) -> "list[Example] | None":
+def _check_dataset(config: RunConfig, location: str, *, is_new: bool = True) -> "list[Example] | None":
     from rollstream.harness.config import dataset
 
     if config.dataset is None:
@@ -166,7 +166,7 @@ def _check_dataset(config: RunConfig, location: str) -> "list[Example] | None":
     except ConfigError as error:
         raise ConfigError(f"{location}: {error}") from error
     where = f"dataset {config.dataset.file_path}"
-    check_examples(config, examples, where)
+    check_examples(config, examples, where, is_new=is_new)
     if config.builder.services != "external":  # else the environment is known there
         _check_inputs(config, examples, where)
     return examples

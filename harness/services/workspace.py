@@ -92,16 +92,20 @@ class Workspace:
 
     def artifact_uri(self) -> str:
         """The artifact URI of this workspace's runs: the given one, that of the last run as written, or its own."""
-        remembered = self._remembered().get("artifact_uri")
-        if isinstance(remembered, str) and self._is_own_elsewhere(Path(remembered)):
+        known = self._remembered()
+        remembered = known.get("artifact_uri")
+        if "has_artifact_uri" not in known and isinstance(remembered, str) and self._is_own_elsewhere(remembered):
             remembered = None
         return str(os.environ.get(ARTIFACT_URI) or remembered or self.folder / ARTIFACTS)
 
-    def _is_own_elsewhere(self, remembered: Path) -> bool:
-        """Whether a path is that of the own artifacts before the workspace was moved or copied.
+    def _is_own_elsewhere(self, uri: str) -> bool:
+        """Whether a URI is the path of the own artifacts before the workspace was moved or copied.
 
         Earlier versions remembered it where no other store was configured.
         """
+        remembered = Path(uri)
+        if "://" in uri or not remembered.is_absolute():
+            return False
         before = remembered.parent
         is_workspace = (before / REMEMBERED).exists() or not before.exists()
         return remembered.name == ARTIFACTS and is_workspace and (self.folder / ARTIFACTS).is_dir()
@@ -114,7 +118,11 @@ class Workspace:
         `artifact_uri` is None for the workspace's own artifacts, which a copy of the folder has for itself.
         Secrets of the `kafka:` block are saved only as references to variables or files.
         """
-        self._remember(bootstrap_servers=bootstrap_servers, kafka=storable(block or {}), artifact_uri=artifact_uri)
+        has_uri = artifact_uri is not None
+        block = storable(block or {})
+        self._remember(
+            bootstrap_servers=bootstrap_servers, kafka=block, artifact_uri=artifact_uri, has_artifact_uri=has_uri
+        )
 
     def own_names(self, bootstrap_servers: str) -> dict[str, str]:
         """Prefixes of this workspace's topics and consumer groups on a shared Kafka cluster.

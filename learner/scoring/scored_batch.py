@@ -83,9 +83,13 @@ def asked_of(
     scorers: Sequence[Scorer],
     planned: BatchPlanned,
     trajectories: Sequence[TrajectoryAssembled],
+    revision: int,
 ) -> list[ScoreAsked]:
-    """The scores that training on a manifest needs: of members that are trained, by each scorer. Raises DecodeError."""
-    batch = batch_of(settings, planned, trajectories)
+    """The scores that training on a manifest of a job needs: of members that are trained, by each scorer.
+
+    Raises DecodeError.
+    """
+    batch = batch_of(settings, planned, trajectories, revision=revision)
     members = (row.member for row in batch.rows)
     if batch.pairs is not None:
         members = (span.member for span in spans_of(batch.rows, trajectories))

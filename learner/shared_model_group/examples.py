@@ -4,6 +4,7 @@ An example of SFT is a group of one rollout, one of DPO a pair whose first membe
 group of rollouts that are compared with each other.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -20,6 +21,9 @@ Groups = Sequence[RecordedGroup | Sequence[RecordedRollout]] | Mapping[str, Any]
 """Groups of recorded rollouts, or arrays whose rollouts are grouped by `datapoint_id`."""
 ByAgent = Mapping[str, Any]
 SCORE = "score"
+MAX_NAMED = 10
+"""Examples that a message names."""
+logger = logging.getLogger(__name__)
 
 
 def sft_examples(
@@ -55,10 +59,12 @@ def dpo_examples(
     """The pairs of all agents: example n of `positive` is better than example n of `negative`.
 
     An example is a rollout whose last trained message is compared; arrays have shape (example,). Raises ConfigError as
-    `sft_examples`, and where the two have different numbers, rounds or prompts, or equal answers.
+    `sft_examples`, and where the two have different numbers, rounds or prompts, or all pairs equal answers; some pairs
+    of equal answers, which would train nothing, are left out with a warning.
     """
     _check_names(agents, positive, negative)
     found: list[RecordedGroup] = []
+    equal: list[str] = []
     for name, agent in agents.items():
         better, worse = (_answers(agent, model_group, side.get(name, ())) for side in (positive, negative))
         if len(better) != len(worse):
@@ -67,7 +73,17 @@ def dpo_examples(
                 f"so give as many of each"
             )
         for number, (chosen, rejected) in enumerate(zip(better, worse, strict=True)):
-            found.append(_pair(f"{name}/{number}", chosen, rejected))
+            pair = _pair(f"{name}/{number}", chosen, rejected)
+            if _answer(chosen[1]) == _answer(rejected[1]):
+                equal.append(pair.example_id)
+            else:
+                found.append(pair)
+    if equal:
+        text = f"positive and negative are the same answer in {len(equal)} examples, which train nothing: "
+        text += ", ".join(equal[:MAX_NAMED])
+        if not found:
+            raise ConfigError(f"{text}; give pairs of different answers")
+        logger.warning("%s; they are left out", text)
     return found
 
 
@@ -188,6 +204,8 @@ def _with_verdict(agent: GroupAgent, number: int, rollout: RecordedRollout, labe
         raise ConfigError(f"agent {agent.name}: label {label!r} is not 0 or 1; give one of these")
     own = {n: step for n, step in enumerate(rollout.steps) if step.agent in ("", agent.name) and _is_call(step)}
     guess, steps = _last_trained(own), list(rollout.steps)
+    if guess is None and own:
+        return rollout  # nothing of it is trained
     if guess is None or (last := steps[guess]).chat is None:
         raise ConfigError(
             f"agent {agent.name}, rollout {number} with a replaced guess: its last trained message is not there as "
@@ -230,10 +248,6 @@ def _pair(example_id: str, chosen: tuple[int, RecordedStep], rejected: tuple[int
         )
     if _prompt(chosen[1]) != _prompt(rejected[1]):
         raise ConfigError(f"example {example_id}: positive and negative answer different prompts; pair equal prompts")
-    if _answer(chosen[1]) == _answer(rejected[1]):
-        raise ConfigError(
-            f"example {example_id}: positive and negative are the same answer, which trains nothing; leave the pair out"
-        )
     return RecordedGroup.of(example_id, [_scored(chosen[1], 1.0), _scored(rejected[1], 0.0)])
 
 

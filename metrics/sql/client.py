@@ -38,9 +38,10 @@ def port_file(workspace: Path) -> Path:
     return workspace / "metrics.json"
 
 
-def folder_id(workspace: Path) -> int:
-    """Identity of a workspace's folder, which a copy of it does not have: its inode."""
-    return workspace.stat().st_ino
+def folder_id(workspace: Path) -> str:
+    """Identity of a workspace's folder, which a copy of it does not have: device and inode."""
+    found = workspace.stat()
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 class NotServedError(QueryError):

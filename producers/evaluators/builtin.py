@@ -66,24 +66,17 @@ def final_answer(location: str, rollout: FinishedRollout, agent: str | None = No
 
 
 def right_answer(location: str, rollout: FinishedRollout, key: str, field: str = "answer_key") -> Any:
-    """The value of a key in the example's inputs; of an answer not null. Raises RewardError naming the path."""
+    """The value of a key in the example's inputs. Raises RewardError naming the path in the file."""
     if key not in rollout.inputs:
         known = ", ".join(rollout.inputs) or "none"
         raise RewardError(f"{location}.{field}: the example's inputs have no key {key!r}; name one of: {known}")
-    found = rollout.inputs[key]
-    if field == "answer_key":
-        _check_given(f"{location}.{field}", found)
-    return found
-
-
-def _check_given(location: str, answer: Any) -> None:
-    if answer is None:
-        raise RewardError(f"{location}: the answer of the example is null; add it, or leave the example out")
+    return rollout.inputs[key]
 
 
 def check_answer(location: str, config: Evaluator, answer: Any) -> None:
     """Raises RewardError naming the location of a right answer with which no response can be compared."""
-    _check_given(location, answer)
+    if answer is None:
+        raise RewardError(f"{location}: the answer of the example is null; add it, or leave the example out")
     if isinstance(config, NumericMatch):
         _number(location, answer)
 

@@ -124,7 +124,7 @@ def check_own(name: str, location: str, own: Iterable[RewardRecorded]) -> None:
         kind, rest = ("evaluator", "") if location != name else ("reward function", ", or the environment's reward")
         raise RewardError(
             f"reward {location}: the environment has recorded a reward named {name!r} of its own, and rewards of one "
-            f"name are added; rename the {kind}{rest}"
+            f"name are added; rename the {kind}{rest}, in a new run"
         )
 
 

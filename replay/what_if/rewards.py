@@ -168,7 +168,8 @@ async def _rewards(
     kept = grading.kept
     if grading.now.environment == RECORDED:
         names = {reward.name for reward in attempt.first_rewards.values()}
-        kept |= {name for name in grading.now.rewards if name in names and grading.is_unchanged(name)}
+        brought = {name for name in names if name not in grading.before.rewards or grading.is_unchanged(name)}
+        kept |= brought.intersection(grading.now.rewards)
     replaced = set(grading.before.rewards) - kept
     rewards = [reward for _, reward in sorted(attempt.first_rewards.items()) if reward.name not in replaced]
     own = tuple(rewards)

@@ -171,7 +171,6 @@ def test_a_large_value_of_csv_is_limited_as_in_any_other_file(tmp_path: Path) ->
     (tmp_path / "d.csv").write_text(f"id,q\n1,{'x' * (MAX_INPUT_BYTES + 1)}\n")
     with pytest.raises(ConfigError, match=f"example '1' has .* bytes of inputs, more than {MAX_INPUT_BYTES}"):
         read(tmp_path / "d.csv")
-    assert csv.field_size_limit() == limit
 
 
 def test_two_columns_of_csv_with_one_name_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """One embedded broker for all commands that use a workspace at the same time."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -120,13 +121,25 @@ def test_commands_that_begin_at_the_same_moment_share_one_broker(tmp_path: Path)
     assert sorted(is_owner for _, is_owner in found) == [False, False, True]
 
 
+@pytest.mark.parametrize(
+    "uri", ["s3://bucket/artifacts", "memory://artifacts", "../shared/artifacts", "/unmounted/artifacts"]
+)
+def test_a_configured_store_is_the_workspaces_whatever_its_name(uri: str, tmp_path: Path) -> None:
+    (tmp_path / "artifacts").mkdir()  # of an earlier run without a configured store
+    Workspace(tmp_path).remember_broker("embedded", artifact_uri=uri)
+    assert Workspace(tmp_path).artifact_uri() == uri
+
+
 @pytest.mark.parametrize("is_configured", [True, False])
 def test_a_copy_or_a_moved_workspace_has_artifacts_of_its_own(is_configured: bool, tmp_path: Path) -> None:
     """Also one whose own folder was remembered, as by earlier versions."""
     original, copy, moved = (tmp_path / name for name in ("original", "copy", "moved"))
     (original / "artifacts").mkdir(parents=True)
     store = tmp_path / "store" if is_configured else original / "artifacts"
-    Workspace(original).remember_broker("embedded", artifact_uri=str(store))
+    if is_configured:
+        Workspace(original).remember_broker("embedded", artifact_uri=str(store))
+    else:
+        (original / "workspace.json").write_text(json.dumps({"artifact_uri": str(store)}))
     shutil.copytree(original, copy)
     assert Workspace(original).artifact_uri() == str(store)
     assert Workspace(copy).artifact_uri() == str(store if is_configured else copy / "artifacts")
