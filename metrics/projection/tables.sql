@@ -514,8 +514,8 @@ SELECT run_id, job_id, kind, epoch, groups, trained_groups, avg_reward, reward_s
     started_at, sealed_at, seconds
 FROM epochs WHERE kind <> 'sft' ORDER BY min(started_at) OVER (PARTITION BY run_id, job_id), job_id, epoch;
 
--- By model group: each job has a row with the rewards of its own agents (the evaluation gate leaves those without a sampled
--- token out). Of two validations of an epoch, as after a change of the examples, the one with the newest closed group counts.
+-- By model group: each job has a row with the rewards of its own agents (plans before revision 3 judge without those of no
+-- sampled token). Of two validations of an epoch, as after a change of the examples, the one with the newest closed group counts.
 CREATE OR REPLACE VIEW validations AS
 WITH closed AS (
     SELECT *, regexp_extract(group_id, '^{INDEXED}$', 1, 's') AS asked FROM log.group_closed WHERE purpose = 'validation'

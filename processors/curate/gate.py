@@ -13,6 +13,9 @@ from rollstream.schemas.base import Event
 from rollstream.schemas.events import GroupClosed, JobStarted, VersionJudged
 from rollstream.schemas.settings import GateSettings
 
+JUDGES_ALL_SINCE = 3
+"""The revision of plans since which rewards of trajectories without a sampled token are counted."""
+
 
 def passes(gate: GateSettings, reward: float, best_reward: float | None) -> bool:
     """Whether a version with that mean reward is good; `best_reward`: None if no validation was passed yet."""
@@ -50,14 +53,12 @@ def _take(job: Job, event: GroupClosed) -> None:
         if job.started.plan.revision < 2:
             job.validations.clear()
         validation = job.validations[split[0]] = PlayedValidation(event.epoch)
-    own = [member for member in admission.offered(job, event).members if member.num_completion_tokens]
-    if own and event.group_id not in validation.groups:
-        played = PlayedGroup(
-            mean([member.reward for member in own]),
-            min(member.min_version for member in own),
-            max(member.max_version for member in own),
-        )
-        validation.groups[event.group_id] = played
+    own = admission.offered(job, event).members
+    sampled = [member for member in own if member.num_completion_tokens]
+    scored = own if job.started.plan.revision >= JUDGES_ALL_SINCE else sampled
+    if scored and event.group_id not in validation.groups:
+        versions = frozenset(version for member in sampled for version in (member.min_version, member.max_version))
+        validation.groups[event.group_id] = PlayedGroup(mean([member.reward for member in scored]), versions)
         job.validations[split[0]] = job.validations.pop(split[0])
 
 
@@ -109,6 +110,6 @@ def judge(run: Run, job: Job, epoch: int, time_ms: int) -> list[Event]:
 def _reward(validation: PlayedValidation, version: int) -> float | None:
     """Mean reward of a validation; None if no rollout of it was scored, or `version` did not play all of it."""
     played = validation.groups.values()
-    if {*(one.min_version for one in played), *(one.max_version for one in played)} != {version}:
+    if frozenset[int]().union(*(one.versions for one in played)) != {version}:
         return None
     return mean([one.reward for one in played])

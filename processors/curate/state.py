@@ -80,8 +80,8 @@ class PlayedGroup(NamedTuple):
     """A closed group of a validation: its mean reward, and the versions that played it."""
 
     reward: float
-    min_version: int
-    max_version: int
+    versions: frozenset[int]
+    """Empty if no token was sampled."""
 
 
 @dataclass(slots=True)

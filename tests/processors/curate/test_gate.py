@@ -157,6 +157,28 @@ def test_a_validation_that_was_given_up_before_any_group_closed_is_not_judged(ga
     assert (found.reward, found.num_groups) == (0.25, 4)
 
 
+@pytest.mark.parametrize(("revision", "judged"), [(3, (0.25, True, 2)), (2, (0.0, False, 1))])
+def test_a_rollout_without_a_sampled_token_counts_by_its_reward_but_has_no_version(gated, pick, revision, judged):
+    run = gated(min_reward=0.25, revision=revision)
+    run.validate(0, [None], version=0)
+    run.train()
+    played, silent = run.groups(1, [0.0, 0.5], version=1)
+    won = silent.members[0].model_copy(update={"num_completion_tokens": 0, "min_version": 0, "max_version": 0})
+    for event in (played, silent.model_copy(update={"members": (won,)})):
+        run.partition.write(event)
+    (found,) = pick(VersionJudged, run.partition.start_epoch(1))
+    assert (found.reward, found.is_good, found.num_groups) == judged
+
+
+@pytest.mark.parametrize("revision", [2, 3])
+def test_a_validation_in_which_no_token_was_sampled_judges_nothing(gated, pick, revision):
+    run = gated(min_reward=0.5, revision=revision)
+    (silent,) = run.groups(0, [1.0], version=0)
+    member = silent.members[0].model_copy(update={"num_completion_tokens": 0})
+    run.partition.write(silent.model_copy(update={"members": (member,)}))
+    assert pick(VersionJudged, run.partition.start_epoch(0)) == []
+
+
 @pytest.mark.parametrize("values", [{}, {"max_drop": -1.0}, {"min_reward": float("nan")}, {"threshold": 1.0}])
 def test_a_gate_needs_a_limit(values):
     with pytest.raises(ValidationError):
