@@ -1,7 +1,8 @@
 """Manifests that would have been planned: recorded groups, in recorded order, under another curriculum or with other
 rewards.
 
-Pure: events in, manifests of the new run out. Versions and log-probabilities stay as recorded.
+Pure: events in, manifests of the new run out. Log-probabilities stay as recorded, and so do versions in what is
+recorded; the plan counts in those of the new run, of which there are fewer where a batch is left out.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from rollstream.schemas.events import (
     SubmissionReceived,
     TrajectoryRejected,
 )
-from rollstream.schemas.events.training import SubmittedGroup
+from rollstream.schemas.events.training import MemberRef, SubmittedGroup
 from rollstream.schemas.settings import JobSpec
 
 FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations", "oversampling", "max_refills")
@@ -47,6 +48,54 @@ class Counterfactual:
     def num_batches(self) -> int:
         """Manifests."""
         return sum(isinstance(event, BatchPlanned) for event in self.events)
+
+
+@dataclass(slots=True)
+class _Numbering:
+    """Versions of the new run by the recorded ones: the newest one that each had planned at the same records."""
+
+    job: JobStarted
+    datasets: curate.Datasets
+    recorded: curate.CurateState = field(default_factory=curate.initial)
+    versions: dict[int, int] = field(default_factory=dict[int, int])
+
+    def take(self, received: Received, planned: curate.CurateState) -> None:
+        """Take in a record that `planned`, the state of the new run, has taken in too."""
+        curate.evolve(self.recorded, received, self.datasets)
+        old, new = (_newest_version(state, self.job) for state in (self.recorded, planned))
+        if old is None or new is None:
+            return
+        last = max(self.versions, default=old)
+        oldest = self.versions.get(last, new)
+        for version in range(last, old + 1):
+            self.versions[version] = max(oldest, new - (old - version))
+
+    def group(self, event: GroupClosed) -> GroupClosed:
+        """The group as if versions of the new run had sampled it."""
+        members = tuple(
+            member.model_copy(
+                update={name: self.versions.get(value, value) for name, value in _versions_of(member).items()}
+            )
+            for member in event.members
+        )
+        return event.model_copy(update={"members": members})
+
+    def rollback(self, event: RollbackRequested) -> RollbackRequested | None:
+        """The same request to the new run; None if the recorded job had no such version."""
+        if event.version not in self.versions:
+            return None
+        after = self.versions.get(event.after_version, event.after_version)
+        return event.model_copy(update={"version": self.versions[event.version], "after_version": after})
+
+
+def _newest_version(state: curate.CurateState, started: JobStarted) -> int | None:
+    run = state.runs.get(started.run_id)
+    job = run.jobs.get(started.job_id) if run is not None else None
+    return None if job is None else job.next_version
+
+
+def _versions_of(member: MemberRef) -> dict[str, int]:
+    return {"min_version": member.min_version, "max_version": member.max_version}
 
 
 def check(recorded: JobStarted, spec: JobSpec) -> None:
@@ -113,9 +162,11 @@ def replan(
     made = Counterfactual()
     previous = codec.EMPTY_SHA256
     num_tasks = _num_tasks(records, recorded)
+    numbering = _Numbering(recorded, datasets)
     for received in records:
-        event = _replaced(received.event, recorded, spec, rewards, num_tasks)
+        event = _replaced(received.event, recorded, spec, rewards, num_tasks, numbering)
         if event is None:
+            numbering.take(received, state)
             continue
         if num_unscored := _num_members(received.event) - _num_members(event):
             made.rejected["no_score"] = made.rejected.get("no_score", 0) + num_unscored
@@ -126,6 +177,7 @@ def replan(
                 moved = _moved(output, spec, run_id, previous)
                 made.events.append(moved)
                 previous = codec.content_digest(moved) if isinstance(moved, BatchPlanned) else previous
+        numbering.take(received, state)
     while made.events and not isinstance(made.events[-1], EpochSealed):
         made.events.pop()  # of an epoch that never came to its end
     if not made.num_batches:
@@ -157,6 +209,7 @@ def _replaced(
     spec: JobSpec,
     rewards: Mapping[str, float | None],
     num_tasks: Mapping[int, int],
+    numbering: _Numbering,
 ) -> Event | None:
     """The event to fold in place of a recorded one; None for events of other jobs, and for the end."""
     if isinstance(event, RunStarted):
@@ -169,9 +222,9 @@ def _replaced(
         count = num_tasks.get(event.epoch, event.num_tasks)
         return event.model_copy(update={"num_tasks": count}) if event.epoch < spec.plan.num_epochs else None
     if isinstance(event, GroupClosed):
-        return _rescored(event, spec, rewards) if event.epoch < spec.plan.num_epochs else None
+        return numbering.group(_rescored(event, spec, rewards)) if event.epoch < spec.plan.num_epochs else None
     if isinstance(event, RollbackRequested):
-        return event
+        return numbering.rollback(event)
     if isinstance(event, SubmissionReceived):
         return _resubmitted(event, rewards) if event.epoch < spec.plan.num_epochs else None
     return None
