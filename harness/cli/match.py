@@ -97,6 +97,12 @@ def lines_of(played: "Rematch") -> Iterable[str]:
         yield f"{name}: " + ", ".join(f"{agent} {value:g}" for agent, value in sums.items())
     if played.first_difference is not None:
         yield f"different: move {played.first_difference + 1} is not that of the recorded rollout {played.recorded}"
+    elif played.changed:
+        seats = ", ".join(f"{seat} by versions {versions}" for seat, versions in played.changed.items())
+        yield (
+            f"not compared: the weights changed during the recorded rollout {played.recorded}, which played {seats}; "
+            "this match has the oldest version of each"
+        )
     elif played.recorded:
         yield f"equal: {played.recorded} was recorded with the same moves, token by token"
 

@@ -27,6 +27,7 @@ from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.errors import ConfigError, DecodeError, RunFailedError
 from rollstream.schemas.events import GroupClosed, RewardRecorded, RolloutFailed, StepRecorded, TaskRequested
 from rollstream.schemas.events.recorded import MADE_ELSEWHERE
+from rollstream.schemas.events.training import MemberRef
 
 
 class Move(NamedTuple):
@@ -54,6 +55,8 @@ class Rematch(NamedTuple):
     """Id of the recorded rollout, if its players were these; empty otherwise."""
     first_difference: int | None
     """Index of the first move that is not the recorded one."""
+    changed: dict[str, str]
+    """Versions that played a seat whose weights changed during the recorded rollout, which is not compared then."""
 
 
 def config_of(events: RunEvents, *, trust: bool) -> RunConfig:
@@ -89,17 +92,21 @@ def task_of(events: RunEvents, name: str) -> TaskRequested:
 def players_of(events: RunEvents, task: TaskRequested, member: int) -> dict[str, str]:
     """Players of a member of a task: as recorded if its group has closed, else the versions that the task waits for.
 
-    So are those of seats that sampled nothing, whose members have no version.
+    So are those of seats that sampled nothing, whose members have no version. A seat whose weights changed meanwhile
+    has its oldest version.
     """
     seats = seats_of(task)
-    closed = _closed(events, task)
-    own = [one for one in closed.members if one.member == member and one.num_completion_tokens] if closed else []
-    versions = {one.agent: one.min_version for one in own}
+    versions = {one.agent: one.min_version for one in _sampled(events, task, member)}
     trained = {
         agent: ids.player(group, versions.get(agent, task.wanted_version(group)))
         for agent, group in seats.agents.items()
     }
     return {agent: {**trained, **seats.opponents}[agent] for agent in task.settings.agents}
+
+
+def _sampled(events: RunEvents, task: TaskRequested, member: int) -> list[MemberRef]:
+    closed = _closed(events, task)
+    return [one for one in closed.members if one.member == member and one.num_completion_tokens] if closed else []
 
 
 def replaced(
@@ -169,8 +176,12 @@ async def play(
         raise RunFailedError(f"the match of {task.group_id} failed: {played[-1].message}")
     moves = _moves(played)
     rollout_id, before = await _recorded(log, events, task, member) if players == recorded else ("", [])
-    difference = _first_difference(moves, before) if rollout_id else None
-    return Rematch(task.group_id, member, players, moves, _rewards(played), rollout_id, difference)
+    sampled = _sampled(events, task, member) if rollout_id else []
+    changed = {
+        one.agent: f"{one.min_version} to {one.max_version}" for one in sampled if one.min_version < one.max_version
+    }
+    difference = _first_difference(moves, before) if rollout_id and not changed else None
+    return Rematch(task.group_id, member, players, moves, _rewards(played), rollout_id, difference, changed)
 
 
 def _closed(events: RunEvents, task: TaskRequested) -> GroupClosed | None:

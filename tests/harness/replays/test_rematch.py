@@ -104,6 +104,30 @@ def test_a_seat_without_a_turn_has_the_version_that_the_task_waited_for(tmp_path
     asyncio.run(main())
 
 
+def test_a_match_during_which_the_weights_changed_is_not_compared(tmp_path: Path) -> None:
+    async def main() -> None:
+        run = Recorded(tmp_path)
+        events = await run.events()
+        event_id = ids.event_id("group_closed", rematch.task_of(events, "0/0").group_id)
+        received = events.by_id[event_id]
+        assert isinstance(received.event, GroupClosed)
+        members = tuple(one.model_copy(update={"min_version": 2}) for one in received.event.members)
+        closed = received.event.model_copy(update={"members": members})
+        changed = replace(events, by_id={**events.by_id, event_id: received.with_event(closed)})
+        found = await run.again(changed)
+        ((seat, versions),) = found.changed.items()
+        assert (found.players[seat], versions, found.first_difference) == (f"{GROUP}@2", "2 to 3", None)
+        assert list(lines_of(found))[-1] == (
+            f"not compared: the weights changed during the recorded rollout {found.recorded}, which played {seat} by "
+            "versions 2 to 3; this match has the oldest version of each"
+        )
+        report(found)
+        other = await run.again(changed, versions=f"{seat}=0")
+        assert (other.recorded, other.changed) == ("", {})
+
+    asyncio.run(main())
+
+
 def test_any_two_versions_can_play_a_recorded_match(tmp_path: Path) -> None:
     async def main() -> None:
         run = Recorded(tmp_path)
