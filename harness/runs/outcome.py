@@ -133,7 +133,8 @@ async def end(
         exported, replaced = await _exported(log, artifacts, progress, run, config)
         if exported is None:
             message = message or NOTHING_TRAINED
-        message = "; ".join(filter(None, [message, *replaced]))
+        new = [one for one in replaced if recordable(one, MAX_JOB_ERROR) not in message]  # one that ended had some
+        message = "; ".join(filter(None, [message, *new]))
     if progress.ended is None:
         cause = "completed" if state == "completed" else "failed"
         text = recordable(message, MAX_JOB_ERROR)

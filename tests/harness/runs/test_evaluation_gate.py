@@ -10,7 +10,8 @@ import pytest
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.runs.conductor import Conductor
-from rollstream.harness.runs.outcome import good_version
+from rollstream.harness.runs.follower import follow
+from rollstream.harness.runs.outcome import end, good_version
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.validation import validation_of
@@ -79,7 +80,9 @@ def test_tasks_wait_for_the_version_that_replaces_one_that_failed(tmp_path: Path
 
 
 @pytest.mark.parametrize(("played", "saved"), [(script, None), (script_with_a_bad_end, 3)])
-def test_a_run_whose_last_version_failed_saves_the_last_good(tmp_path: Path, played: Any, saved: int | None) -> None:
+def test_a_run_whose_last_version_failed_saves_the_last_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, played: Any, saved: int | None
+) -> None:
     async def scenario() -> None:
         rig = EpochwiseRig(tmp_path, gated(tmp_path), script=played)
         progress, plan = await conducted(rig)
@@ -90,6 +93,15 @@ def test_a_run_whose_last_version_failed_saves_the_last_good(tmp_path: Path, pla
         good = await good_version(rig.log, rig.artifacts, progress, plan, spec, newest)
         assert (None if good is None else good.version) == saved
         if good is not None:
+            monkeypatch.setattr("rollstream.harness.runs.outcome._export", lambda *_: None)
+            ended = await end(rig.log, rig.artifacts, progress, plan, rig.loaded.config)
+            remark = "version 6 of run-1/policy failed its last validation, so version 3 is saved"
+            assert ended.message == remark
+            follower = await follow(rig.log, "run-1")
+            again = await follower.catch_up()
+            await follower.close()
+            assert again.ended is not None
+            assert (await end(rig.log, rig.artifacts, again, plan, rig.loaded.config)).message == remark
             rig.artifacts.remove(good.artifact)
             assert await good_version(rig.log, rig.artifacts, progress, plan, spec, newest) is None
 
