@@ -17,7 +17,7 @@ from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import decode, kind_of
 from rollstream.eventlog.log import EventLog, Position, Received
-from rollstream.eventlog.reading import decoded, read_to_end
+from rollstream.eventlog.reading import MOST_RECORDS, decoded, read_events, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.eventlog.terms import Owner
@@ -25,7 +25,7 @@ from rollstream.producers.engines.base import Engine, Generation, check_base_mod
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, ModelError, RollstreamError, StoreUnavailableError
-from rollstream.schemas.events import LearnerClaimed, WeightsCollected, WeightsPublished
+from rollstream.schemas.events import LearnerClaimed, RunEnded, RunStarted, WeightsCollected, WeightsPublished
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import ArtifactRef
 
@@ -36,6 +36,9 @@ MAX_GROUPS = 16
 RETRY_S = 5.0
 MAX_ENDED = 100
 """Runs that are remembered as ended, until their last tasks have stopped."""
+
+NAMED_RUNS = 10
+"""Runs that an error names, the newest ones."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +107,36 @@ class PublishedVersions:
         if not isinstance(event, WeightsPublished):
             newest = max(known.offsets, default=None)
             there = (
-                "no version is published; wait for one"
+                await self._without_versions(group, version)
                 if newest is None
-                else f"the newest version is {newest}; name one up to that"
+                else f"of model group {group} the newest version is {newest}; name one up to that"
             )
-            raise ModelError(f"player {player}: this version is unknown; of model group {group} {there}")
+            raise ModelError(f"player {player}: this version is unknown; {there}")
         return event
+
+    async def _without_versions(self, group: str, version: int) -> str:
+        """The reason why a model group has no version, and the remedy: what the log has of its run."""
+        run_id, published = ids.run_of(group), set[str]()
+        async for record in read_to_end(self._log, "weights"):
+            if kind_of(record) == "weights_published" and record.key is not None:
+                published.add(record.key.decode())
+        others = sorted(ids.name_of(one) for one in published if ids.run_of(one) == run_id and one != group)
+        if others and group not in published:
+            named = ids.version_name(run_id, version, "GROUP")
+            return (
+                f"run {run_id} has no model group {ids.name_of(group)}; it has {', '.join(others)}; name one as {named}"
+            )
+        runs, ended = dict[str, None](), False
+        async for received in read_events(self._log, ("groups",), skipped=MOST_RECORDS):
+            if isinstance(received.event, RunStarted):
+                runs[received.event.run_id] = None
+            ended |= isinstance(received.event, RunEnded) and received.event.run_id == run_id
+        if run_id not in runs and group not in published:
+            there = ", ".join(list(runs)[-NAMED_RUNS:]) or "none"
+            return f"run {run_id} is not in this log or export; name a version of a run that is: {there}"
+        if ended:
+            return f"run {run_id} ended before it published a version of {group}; name a version of another run"
+        return f"of model group {group} no version is published; wait for one"
 
     async def _known(self, group: str, version: int) -> _Versions:
         """Versions of a model group by the end of `weights`; those of before may have been collected since."""

@@ -8,7 +8,16 @@ from rollstream.eventlog import codec
 from rollstream.producers.league.draw import opponents_of
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError, StoreUnavailableError
-from rollstream.schemas.events import GroupStarted, LearnerClaimed, RolloutEnded, RolloutFailed, RunEnded, StepRecorded
+from rollstream.schemas.events import (
+    GroupStarted,
+    LearnerClaimed,
+    RolloutEnded,
+    RolloutFailed,
+    RunEnded,
+    RunStarted,
+    StepRecorded,
+)
+from rollstream.schemas.settings import ArtifactRef
 from tests.producers import worker_rig as r
 from tests.producers.conftest import output_of
 from tests.rigs.runs.league_rig import GROUP, RUN, SEATS, League, play, task
@@ -224,13 +233,45 @@ def test_a_version_that_is_unknown_or_gone_is_an_error_that_names_it(tmp_path):
         await league.collect(first)
         for player, why in (
             (f"{GROUP}@7", r"player run-1/policy@7: this version is unknown; of model group run-1/policy the newest"),
-            ("other/policy@0", r"other/policy@0: this version is unknown; of model group other/policy no version"),
+            (
+                f"{RUN}/verifier@0",
+                r"run run-1 has no model group verifier; it has policy; name one as run-1/GROUP@0",
+            ),
             (f"{GROUP}@0", r"run-1/policy@0: its weights are gone: collected by gc at .*; choose a version that is"),
         ):
             with pytest.raises(ModelError, match=why):
                 await league.opponents.hold([player], 2, RUN)
         assert league.opponents.loaded == ()
         await league.opponents.hold([f"{GROUP}@1"], 1, RUN)
+
+    asyncio.run(main())
+
+
+def test_an_opponent_of_a_run_without_versions_is_waited_for_only_while_it_may_publish_one(tmp_path):
+    async def main():
+        league = League(tmp_path)
+        dataset = ArtifactRef(uri="memory://d", sha256="0" * 64, size_bytes=0)
+        for run_id in ("open", "over"):
+            await league.log.send(
+                RunStarted(
+                    run_id=run_id,
+                    time_ms=1,
+                    name="run",
+                    config={},
+                    seed=7,
+                    dataset=dataset,
+                    num_examples=1,
+                    num_partitions=1,
+                )
+            )
+        await league.log.send(RunEnded(run_id="over", time_ms=2, cause="failed"))
+        for run_id, why in (
+            ("open", "of model group open/policy no version is published; wait for one"),
+            ("over", "run over ended before it published a version of over/policy; name a version of another run"),
+            ("other", "run other is not in this log or export; name a version of a run that is: open, over"),
+        ):
+            with pytest.raises(ModelError, match=f"player {run_id}/policy@0: this version is unknown; {why}$"):
+                await league.opponents.hold([f"{run_id}/policy@0"], 2, RUN)
 
     asyncio.run(main())
 

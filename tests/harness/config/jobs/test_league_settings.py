@@ -206,7 +206,7 @@ def test_a_frozen_opponent_must_exist_when_the_run_begins(written: dict[str, Any
             "run-1@5",
             r"league\.frozen: run-1@5: player run-1/policy@5: this version is unknown; .* the newest .* is 2",
         ),
-        ("run-3@0", r"league\.frozen: run-3@0: .*no version is published"),
+        ("run-3@0", r"league\.frozen: run-3@0: .*run run-3 is not in this log or export"),
         ("run-1@1", r"league\.frozen: run-1@1: .*its weights are gone: collected by gc at"),
         (
             "run-4@0",
