@@ -166,9 +166,8 @@ class PlanSettings(Settings):
     revision: Literal[1, 2, 3] = added(1)
     """Rules of planning; a recorded plan keeps its own. 2: a group smaller than `min_generations` is viable if all of
     it is complete; of an epoch's validations the one whose group closed last is judged, by all its groups; a
-    refill asks for an example twice only where there is no other. 3: manifests count the rollbacks before them, so that
-    the learning-rate schedule and the percentage of a job count trained batches alone, and the evaluation gate counts
-    rewards of trajectories without a sampled token."""
+    refill asks for an example twice only where there is no other. 3: manifests count the rollbacks before them, and a
+    job's schedule and percentage no rollbacks; the evaluation gate counts rewards without a sampled token."""
 
     def minimum_of(self, size: int) -> int:
         """Complete rollouts that a group of that size must have to be trained on: all of a small one."""

@@ -167,8 +167,9 @@ def check_reward(config: RunConfig, name: str, env: Mapping[str, str] = os.envir
 
 
 def check_examples(config: RunConfig, examples: Iterable[Example], location: str, *, is_new: bool = True) -> None:
-    """Raises ConfigError naming the first example whose inputs lack what an evaluator or a teacher of the run needs, or,
-    in a new run, whose answer an evaluator cannot score.
+    """Raises ConfigError naming the first example whose inputs lack what an evaluator or a teacher of the run needs.
+
+    In a new run, also one whose answer an evaluator cannot score.
 
     `location`: the source of the examples, for the message. Recorded rollouts may bring the evaluator's reward.
     """

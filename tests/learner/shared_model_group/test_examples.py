@@ -37,13 +37,25 @@ def test_a_replaced_guess_is_the_last_message_that_is_trained() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [rollout(chat_step("first"), *sampled(8, 9, reward=1.0).steps), rollout(untrained("guess")), rollout()],
-    ids=["tokens only", "not trained", "silent"],
+    [rollout(chat_step("first"), *sampled(8, 9, reward=1.0).steps), rollout()],
+    ids=["tokens only", "silent"],
 )
 def test_a_guess_without_a_trained_message_as_text_is_refused(given: RecordedRollout) -> None:
     trained = rollout(chat_step("guess"))
     with pytest.raises(ConfigError, match="agent verifier, rollout 1 with a replaced guess: its last trained message"):
         sft_examples(AGENTS, GROUP, {}, {"verifier": [(trained, 1), (given, 1)]})
+
+
+def test_a_guess_that_is_not_trained_is_left_out() -> None:
+    given = [(rollout(untrained("guess")), 1), (rollout(chat_step("guess")), 1)]
+    assert [group.example_id for group in sft_examples(AGENTS, GROUP, {}, {"verifier": given})] == ["verifier/1"]
+
+
+def test_pairs_of_equal_answers_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    sides = [[rollout(chat_step(answer)) for answer in answers] for answers in (("same", "good"), ("same", "bad"))]
+    (pair,) = dpo_examples(AGENTS, GROUP, {"verifier": sides[0]}, {"verifier": sides[1]})
+    assert pair.example_id == "verifier/1"
+    assert "the same answer in 1 examples, which train nothing: verifier/0; they are left out" in caplog.text
 
 
 def test_a_pair_compares_the_last_messages_that_are_trained() -> None:

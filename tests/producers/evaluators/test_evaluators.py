@@ -133,14 +133,6 @@ def test_an_answer_without_a_number_or_with_several_is_an_error_that_names_the_p
 
 
 @pytest.mark.parametrize(
-    "block", [{"_type": "exact_match"}, {"_type": "regex", "pattern": ".*", "answer_key": "answer"}]
-)
-def test_an_example_without_an_answer_is_an_error_and_equals_no_response(block):
-    with pytest.raises(rewards.RewardError, match=r"eval\.evaluators\.e\.answer_key: the answer .* is null; add it"):
-        score(block, "null", answer=None)
-
-
-@pytest.mark.parametrize(
     ("options", "response", "wanted"),
     [
         ({"pattern": r"^\d+$"}, "42", 1),
