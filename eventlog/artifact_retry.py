@@ -48,9 +48,9 @@ class NeededSpace(NamedTuple):
 
 
 def start_thread(
-    call: Callable[[], T], name: str
+    call: Callable[[], T], name: str, *, is_daemon: bool = True
 ) -> tuple[threading.Thread, "asyncio.Future[tuple[T | None, BaseException | None]]"]:
-    """Start a blocking call in a thread of its own that does not hold up the process's exit.
+    """Start a blocking call in a thread of its own; one that `is_daemon` does not hold up the process's exit.
 
     The future gets its result or its exception: a future cannot hold every exception (StopIteration).
     """
@@ -70,21 +70,34 @@ def start_thread(
         with contextlib.suppress(RuntimeError):  # too late: the loop is closed
             loop.call_soon_threadsafe(resolve, outcome)
 
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=name, daemon=True)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=name, daemon=is_daemon)
     thread.start()
     return thread, answer
+
+
+_own_threads: set[threading.Thread] = set()
+"""Those of `in_own_thread`, of which the ones that are done leave with the next call."""
 
 
 async def in_own_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """`asyncio.to_thread` for a process that runs users' code, with a thread for each call.
 
-    Users' code may take every thread of `asyncio.to_thread`, and keep it without limit.
+    Users' code may take every thread of `asyncio.to_thread`, and keep it without limit. The process's exit waits for
+    the call: one that is in native code then would abort the process.
     """
-    _, answer = start_thread(functools.partial(function, *args, **kwargs), "blocking call")
+    thread, answer = start_thread(functools.partial(function, *args, **kwargs), "blocking call", is_daemon=False)
+    _own_threads.difference_update([one for one in _own_threads if not one.is_alive()])
+    _own_threads.add(thread)
     value, error = await answer
     if error is not None:
         raise error
     return cast(T, value)
+
+
+async def own_threads_ended() -> None:
+    """Return once no call of `in_own_thread` is running."""
+    while any(thread.is_alive() for thread in _own_threads):
+        await asyncio.sleep(0.05)
 
 
 async def retrying(

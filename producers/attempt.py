@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -195,6 +196,7 @@ class _AttemptRunner:
         self.missing_scores: dict[str, str] = {}
         """Reasons for missing scores that are rejections, by reward name."""
         self._doing = f"environment {self._settings.environment}"
+        self._ends = time.monotonic() + self._settings.rollout_timeout_s
 
     async def play(self) -> str:
         """Environment, then reward functions. Returns the stop reason."""
@@ -276,7 +278,7 @@ class _AttemptRunner:
                 messages={agent: tuple(plain(sent, "messages")) for agent, sent in session.messages.items()},
                 stop_reason=stop_reason,
             )
-            chosen = table.reward_of(name, self._settings, self._permissions, JudgesRecorder(self._journal))
+            chosen = table.reward_of(name, self._settings, self._permissions, JudgesRecorder(self._journal), self._ends)
             rewards.check_own(name, chosen.location, own)
             with self._missing_allowed(name):
                 values = await rewards.evaluate(chosen.location, chosen.function, rollout)

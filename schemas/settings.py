@@ -14,8 +14,8 @@ from rollstream.schemas.league import LeagueSettings, OpponentVersions
 EXTERNAL: Literal["external"] = "external"
 """Kind of a job, and policy of its rollouts, that another training backend trains."""
 MAX_TIMEOUT_S = 365 * 86_400.0
-MAX_SESSION_S = 1800.0
-"""Largest session time-out of a consumer group that brokers take, unless `group.max.session.timeout.ms` is set."""
+MAX_SESSION_S = 2_147_483.0
+"""Largest session time-out of a consumer group that Kafka's protocol holds; brokers take 1800 unless set otherwise."""
 FROZEN: Literal["frozen"] = "frozen"
 """Kind of a job that publishes the weights of a model group that is not trained."""
 OTHERS = "*"

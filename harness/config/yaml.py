@@ -120,18 +120,23 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, JsonValue]:
     return merged(_read(below, chain), content)
 
 
-def _with_texts(value: Any, path: Path, location: str) -> Any:
+def _with_texts(value: Any, path: Path, location: str, *, is_override: bool = False) -> Any:
     """`value` with every `file://NAME` in it replaced by that file's text, NAME being relative to the YAML file.
 
-    The one of an `artifact_uri` is a folder's URI and stays.
+    The one of an `artifact_uri` is a folder's URI and stays, and so do URIs of other than text files in an override.
     """
     if isinstance(value, dict) and location.count(".") < _MAX_DEPTH:
         return {
-            key: _with_texts(item, path, f"{location}.{key}" if location else str(key)) for key, item in value.items()
+            key: _with_texts(item, path, f"{location}.{key}" if location else str(key), is_override=is_override)
+            for key, item in value.items()
         }
     if isinstance(value, list) and location.count(".") < _MAX_DEPTH:
-        return [_with_texts(item, path, f"{location}.{index}") for index, item in enumerate(value)]
+        return [
+            _with_texts(item, path, f"{location}.{index}", is_override=is_override) for index, item in enumerate(value)
+        ]
     if not (isinstance(value, str) and value.startswith(FILE)) or location.endswith(".artifact_uri"):
+        return value
+    if is_override and Path(value).suffix.lower() not in TEXT_SUFFIXES:
         return value
     try:
         named = (path.parent / value.removeprefix(FILE)).resolve()
@@ -204,9 +209,9 @@ def _check_named(section: Mapping[str, Any], parts: Sequence[str], key: str) -> 
 
 def _value(before: Any, text: str, key: str) -> Any:
     if isinstance(before, str) and not text.startswith(("[", "{", '"', "'")) and text not in NULLS:
-        return _with_texts(text, Path("--override"), key)
+        return _with_texts(text, Path("--override"), key, is_override=True)
     try:
-        value = _with_texts(parse(text, f"--override {key}"), Path("--override"), key)
+        value = _with_texts(parse(text, f"--override {key}"), Path("--override"), key, is_override=True)
     except ConfigError as error:
         if not text.startswith(("[", "{")) or FILE in text:
             raise

@@ -81,8 +81,9 @@ def prepare(file: Path, config: Path, workspace: Path, overrides: Overrides, *, 
 def _check_rewarded(file: Path, config: RunConfig, builder: str, ingested: Ingested) -> None:
     """Raises ConfigError if no rollout brings a reward and the reward that the configuration names is not run."""
     chosen = config.finetuning.reward_function
-    is_run = chosen is None or chosen.name in (ENVIRONMENT, *config.reward_functions)
-    if chosen is None or is_run or missing_score_of(config) == "unneeded":
+    if chosen is None or chosen.name == ENVIRONMENT or config.reward_functions:
+        return
+    if missing_score_of(config) == "unneeded":
         return
     rollouts = [one.rollout for group in ingested.groups for one in group.members if one.rollout is not None]
     if not any(rollout.rewards for rollout in rollouts):

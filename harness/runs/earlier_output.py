@@ -47,12 +47,15 @@ BESIDE_WEIGHTS = (
 def check_output_dir(config: RunConfig, env: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError if the output folder cannot be written, or is that of a base model or teacher of the run.
 
-    The trained model would replace its files. Creates nothing.
+    A model that is trained in full would replace its files. Creates nothing.
     """
     folder = config.finetuning.output_dir
     if why := obstacle(folder):
         raise ConfigError(f"finetuning.output_dir: {folder} cannot be used: {why}; choose another folder")
-    models = set[Path]() if config.is_external else _bases(config, env) | _teachers(config, env)
+    is_elsewhere = config.is_external or config.builder.services == "external"
+    if is_elsewhere or all(one.adapter.model.lora is not None for one in config.trained().values()):
+        return
+    models = _bases(config, env) | _teachers(config, env)
     for one in (folder, *(folder / name for name in _groups(config))):
         if one.resolve() in models:
             raise ConfigError(

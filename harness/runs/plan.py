@@ -208,7 +208,8 @@ async def open_run(
     started = progress.job(ids.job_id(run_id, ids.TRAINING)).started
     planning = stored.config.trainer.planning if started is None else started.plan.planning
     jobs = jobs_of(planned_as(stored.config, planning), run_id, is_fork=is_fork)
-    check_variables(progress, jobs, stored.config.trainer.run_idle_timeout_s)
+    if progress.ended is None:
+        check_variables(progress, jobs, stored.config.trainer.run_idle_timeout_s)
     trainer = block_of(loaded.finetune, "trainer")
     is_alike = "planning" not in trainer.model_fields_set or trainer.planning == planning
     given = planned_as(loaded.config, planning) if is_alike else loaded.config
@@ -239,16 +240,17 @@ def planned_as(config: RunConfig, planning: Literal["stream", "submitted"]) -> R
 
 
 def weighted_as_recorded(spec: JobSpec, recorded: JobStarted | None) -> JobSpec:
-    """A job with the reward weights and the group sizes recorded at its start.
+    """A job with the reward weights, the group sizes and the agents without need of a reward recorded at its start.
 
     The same configuration gave others in earlier releases: `finetuning.reward_function` was added to the environment's
     rewards, and every recorded example was asked for as many rollouts as the largest one has.
     """
     if recorded is None:
         return spec
-    weights, sizes = recorded.rollout.reward_weights, recorded.plan.has_recorded_sizes
+    sizes = recorded.plan.has_recorded_sizes
+    kept = {name: getattr(recorded.rollout, name) for name in ("reward_weights", "frozen_agents")}
     return spec._replace(
-        rollout=spec.rollout.model_copy(update={"reward_weights": weights}),
+        rollout=spec.rollout.model_copy(update=kept),
         plan=spec.plan.model_copy(update={"has_recorded_sizes": sizes}),
     )
 

@@ -22,6 +22,7 @@ from rollstream.harness.config.rewards import (
     check_agents,
     check_evaluators,
     check_examples,
+    check_references,
     check_reward,
     check_reward_names,
     path_of,
@@ -236,6 +237,7 @@ def check_names(config: RunConfig, *, is_new: bool = True) -> None:
     """
     if is_new:
         check_reward_names(config)
+        check_references(config)
     warn_weights(config)
     check_trackers(config)
     if config.builder.services == "external":

@@ -146,7 +146,7 @@ def check_variables(progress: Progress, jobs: Iterable[JobSpec], idle_timeout_s:
     changed = {
         Change(key, recorded[path], now[path]): None
         for path, key in _keys_with_variables(now, run.config).items()
-        if path in recorded and recorded[path] != now[path]
+        if path in recorded and recorded[path] != now[path] and not path.endswith(".revision")
     }
     if changed:
         raise ConfigError(

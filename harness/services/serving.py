@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from rollstream.eventlog.artifact_retry import own_threads_ended
 from rollstream.eventlog.broker.broker import own_block
 from rollstream.eventlog.kafka.topic_ids import Found, check_topics, watch_topics
 from rollstream.eventlog.private import make_private
@@ -204,6 +205,7 @@ async def leaving_nobody(service: str, work: Awaitable[None], *, within_s: float
         await work
     finally:
         asyncio.get_running_loop().call_later(within_s, _leave, service, sys.exception())
+        await own_threads_ended()
 
 
 def _leave(service: str, error: BaseException | None) -> None:

@@ -7,6 +7,7 @@ import decimal
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from pydantic import JsonValue
@@ -31,6 +32,10 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 )
 """A number with its sign; a sign right after a word or a bracket is an operator."""
+METASCHEMAS = ("http://json-schema.org/", "https://json-schema.org/")
+"""Beginnings of the names of JSON schema's own schemas, which are at hand."""
+DEFINITIONS = ("$defs", "definitions")
+"""Keys of a JSON schema whose subschemas apply only where something refers to them."""
 _MAX_DIGITS = 10_000
 """Bound of the digits and the exponent of a number that is compared."""
 _EXACT = decimal.Context(prec=4 * _MAX_DIGITS, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
@@ -48,21 +53,28 @@ def final_answer(location: str, rollout: FinishedRollout, agent: str | None = No
     `agent`: whose answer; None: that of the agent that answered last. Raises NoScoreError if there is none.
     """
     for step in reversed(rollout.steps):
-        if agent is None and step.event_type == WORKFLOW_END and (step.data or {}).get("output") is not None:
-            return text_of((step.data or {})["output"])
+        output = (step.data or {}).get("output")
+        if agent is None and step.event_type == WORKFLOW_END and output is not None:
+            return _text(output)
         if step.event_type == "LLM_END" and agent in (None, step.agent):
-            messages, output = rollout.messages.get(step.agent, ()), (step.data or {}).get("output")
+            messages = rollout.messages.get(step.agent, ())
             content = messages[-1].get("content") if messages and messages[-1].get("role") == "assistant" else None
             text = None if content is None else content_text(content)
             if text is not None:
                 return text
             if (found := content if output is None else output) is not None:
-                return text_of(found)
+                return _text(found)
     whose = f"agent {agent}" if agent else "any agent"
     raise NoScoreError(
         f"{location}: the rollout has no answer by {whose} to score (it ended as {rollout.stop_reason!r}); "
         "have it answer before it ends"
     )
+
+
+def _text(output: Any) -> str:
+    """Text parts as one text, and anything else as `text_of` has it."""
+    text = content_text(output)
+    return text_of(output) if text is None else text
 
 
 def right_answer(location: str, rollout: FinishedRollout, key: str, field: str = "answer_key") -> Any:
@@ -171,39 +183,53 @@ def _json_schema(location: str, config: JsonSchemaMatch) -> RewardFunction:
 
 
 def check_schema(location: str, config: JsonSchemaMatch) -> None:
-    """Raises ConfigError for a value that is not a JSON schema, or has a reference to what it does not contain."""
+    """Raises ConfigError for a value that is not a JSON schema."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
 
-    schema = config.document if config.document is not None else read_schema(location, str(config.file))
+    schema = _schema_of(location, config)
     try:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except SchemaError as error:
         raise ConfigError(f"{location}.schema: {error.json_path}: {error.message}; correct it") from error
-    _check_references(f"{location}.schema", schema)
 
 
-def _check_references(location: str, schema: dict[str, JsonValue]) -> None:
-    """Raises ConfigError for a reference that cannot be resolved within the schema, as scoring fetches nothing."""
+def _schema_of(location: str, config: JsonSchemaMatch) -> dict[str, JsonValue]:
+    return config.document if config.document is not None else read_schema(location, str(config.file))
+
+
+def check_references(location: str, config: JsonSchemaMatch) -> None:
+    """Raises ConfigError for a reference that cannot be resolved within the schema, as scoring fetches nothing.
+
+    Definitions are left out: nothing may refer to one.
+    """
     from referencing import Registry, Resource
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012
 
-    root: Resource[Any] = Resource.from_contents(schema, default_specification=DRAFT202012)
+    root: Resource[Any] = Resource.from_contents(_schema_of(location, config), default_specification=DRAFT202012)
     registry: Registry[Any] = Registry()
     found = [(root, registry.resolver_with_root(root))]
     while found:
         resource, resolver = found.pop()
         contents = resource.contents
-        for key in ("$ref", "$dynamicRef") if isinstance(contents, dict) else ():
-            try:
-                _ = key in contents and resolver.lookup(contents[key])
-            except Unresolvable as error:
-                raise ConfigError(
-                    f"{location}: {key} {contents[key]!r} is not in the schema, and no other is fetched; "
-                    "correct it, or add what it names under $defs"
-                ) from error
-        found += [(one, resolver.in_subresource(one)) for one in resource.subresources()]
+        if not isinstance(contents, dict):
+            continue
+        try:
+            named = contents.get("$ref")
+            if isinstance(named, str) and not named.startswith(METASCHEMAS):
+                resolver.lookup(contents["$ref"])
+        except Unresolvable as error:
+            raise ConfigError(
+                f"{location}.schema: $ref {contents['$ref']!r} is not in the schema, and no other is fetched; "
+                "correct it, or add what it names under $defs"
+            ) from error
+        except Exception:  # noqa: BLE001 -- a pointer that this library cannot follow: scoring says what is wrong
+            continue
+        with suppress(Exception):  # of a form that this library does not know
+            apart = [one for key in DEFINITIONS if isinstance(of := contents.get(key), dict) for one in of.values()]
+            within = [one for one in resource.subresources() if not any(one.contents is other for other in apart)]
+            found += [(one, resolver.in_subresource(one)) for one in within]
 
 
 def read_schema(location: str, file: str) -> dict[str, JsonValue]:

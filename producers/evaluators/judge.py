@@ -44,10 +44,10 @@ class Judge:
     """One evaluator in one rollout."""
 
     def __init__(
-        self, name: str, config: LlmJudge, recorder: Recorder, hide: Callable[[str], str], *, rollout_timeout_s: float
+        self, name: str, config: LlmJudge, recorder: Recorder, hide: Callable[[str], str], ends: float
     ) -> None:
-        """`hide` writes `${ENV}` in place of its value. No answer is waited for longer than `rollout_timeout_s`."""
-        self._rollout_timeout_s = rollout_timeout_s
+        """`hide` writes `${ENV}` in place of its value. `ends`: of the rollout, by `time.monotonic`."""
+        self._ends = ends
         self._name = name
         self._location = f"{SECTION}.{name}"
         self._config = config
@@ -97,7 +97,6 @@ class Judge:
         tries, last = config.retries + 1, TryAgainError("was not asked")
         proxy = proxy_of(self._base_url, os.environ)
         server = HttpServer(self._base_url, timeout_s=config.timeout_s, proxy=proxy)
-        ends = time.monotonic() + self._rollout_timeout_s
         try:
             for number in range(1, tries + 1):
                 try:
@@ -107,7 +106,7 @@ class Judge:
                     logger.info("%s: try %d of %d: %s", self._location, number, tries, self._hide(str(error)))
                 if number < tries:
                     wait_s = max(last.after_s, config.retry_wait_s * 2 ** (number - 1))
-                    if time.monotonic() + wait_s >= ends:
+                    if time.monotonic() + wait_s >= self._ends:
                         raise self._no_score(
                             f"{last} (try {number} of {tries}); the next in {wait_s:g} s would be after the rollout's "
                             "time; check that it serves, or raise rollout_timeout_s"

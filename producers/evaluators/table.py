@@ -4,6 +4,7 @@ Which evaluators a run uses is decided in the harness.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -40,10 +41,13 @@ class Chosen(NamedTuple):
     function: RewardFunction
 
 
-def reward_of(name: str, settings: RolloutSettings, permissions: Permissions, recorder: Recorder | None) -> Chosen:
+def reward_of(
+    name: str, settings: RolloutSettings, permissions: Permissions, recorder: Recorder | None, ends: float = math.inf
+) -> Chosen:
     """The reward function called `name`: an evaluator that the settings carry, else a registered one.
 
-    `recorder`: takes down what a judge is asked; none: no judge may be asked. Raises ConfigError, in particular
+    `recorder`: takes down what a judge is asked; none: no judge may be asked. `ends`: the time of `time.monotonic`
+    beyond which no judge's answer is waited for. Raises ConfigError, in particular
     NotAllowedError for names in the settings without permission.
     """
     block = settings.evaluators.get(name)
@@ -56,7 +60,7 @@ def reward_of(name: str, settings: RolloutSettings, permissions: Permissions, re
             raise ConfigError(f"{location}: an llm_judge is not called again; its recorded scores are kept")
         block = {key: block.get(key) for key in SECRET_KEYS}
         hide = functools.partial(_hide, block=block, env=permissions.env)
-        return Chosen(location, Judge(name, config, recorder, hide, rollout_timeout_s=settings.rollout_timeout_s).score)
+        return Chosen(location, Judge(name, config, recorder, hide, ends).score)
     return Chosen(location, _build(location, config, permissions))
 
 
@@ -97,6 +101,13 @@ def check(name: str, block: Mapping[str, JsonValue], permissions: Permissions) -
     elif not isinstance(config, LlmJudge):
         _build(f"{SECTION}.{name}", config, permissions)
     return config
+
+
+def check_references(name: str, block: Mapping[str, JsonValue], permissions: Permissions) -> None:
+    """Raises ConfigError for a JSON schema that refers to what it does not contain, where scoring needs it."""
+    config = read(name, block, permissions)
+    if isinstance(config, JsonSchemaMatch):
+        builtin.check_references(f"{SECTION}.{name}", config)
 
 
 def check_answer(location: str, config: Evaluator, inputs: Mapping[str, JsonValue]) -> None:

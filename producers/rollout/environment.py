@@ -43,7 +43,7 @@ class Environment(ABC):
     @property
     def has_demonstrator(self) -> bool:
         """Whether `demonstrate` answers; a warm start needs it."""
-        return type(self).demonstrate is not Environment.demonstrate
+        return getattr(self.demonstrate, "__func__", None) is not Environment.demonstrate
 
     def play_scripted(self, session: Session, messages: Sequence[Message], agent: str, player: str) -> str:
         """Answer of one of its `SCRIPTED` players to `messages` in an agent's seat."""

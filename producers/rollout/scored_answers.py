@@ -23,7 +23,7 @@ def index_of(selected: Any, num_answers: int) -> int:
     """The index of the selected answer, which may be an integer of numpy or a tensor. Raises EnvironmentRunError."""
     try:
         index = operator.index(selected)
-    except TypeError as error:
+    except Exception as error:
         raise EnvironmentRunError(f"selected is a {type(selected).__name__}; give the index of an answer") from error
     if not 0 <= index < num_answers:
         raise EnvironmentRunError(f"selected is {index}; give the index of one of the {num_answers} answers, from 0")

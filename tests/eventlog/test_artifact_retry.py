@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.eventlog.artifact_retry import NotNeededError, Retry, in_own_thread, retrying
+from rollstream.eventlog.artifact_retry import NotNeededError, Retry, in_own_thread, own_threads_ended, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.schemas.errors import ArtifactError, StoreUnavailableError
 from tests.rigs.remote_outage import RemoteFileSystem
@@ -62,6 +62,28 @@ def test_a_call_has_a_thread_of_its_own_while_others_hold_all_of_asyncio():
             await hanging
 
     asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_process_waits_for_its_own_calls_before_it_ends():
+    release, ended = threading.Event(), threading.Event()
+
+    def call():
+        assert not threading.current_thread().daemon
+        release.wait(10)
+        ended.set()
+
+    async def main():
+        calling = asyncio.create_task(in_own_thread(call))
+        await asyncio.sleep(0)
+        calling.cancel()
+        waiting = asyncio.create_task(own_threads_ended())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        release.set()
+        await waiting
+        assert ended.is_set()
+
+    asyncio.run(main())
 
 
 def test_patience_ends():

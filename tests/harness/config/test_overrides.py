@@ -57,8 +57,8 @@ def test_an_override_reads_a_text_file_of_the_current_folder(tmp_path: Path, mon
     assert written == {"a": {"name": "Play well.", "new": "Play well.", "b": ["Play well."]}}
     with pytest.raises(ConfigError, match=r"^--override: a\.name: file://none\.txt: cannot be read: "):
         apply_overrides(written, [("a.name", "file://none.txt")])
-    with pytest.raises(ConfigError, match=r"^--override: a\.b\.0: file://x\.py: only text files can be included"):
-        apply_overrides(written, [("a.b", "['file://x.py']")])
+    apply_overrides(written, [("a.b", "['file:///srv/mlruns']"), ("a.name", "file:///srv/page.html")])
+    assert (written["a"]["b"], written["a"]["name"]) == (["file:///srv/mlruns"], "file:///srv/page.html")
 
 
 @pytest.mark.parametrize("given", ["[0-9]+", "{x} y"])

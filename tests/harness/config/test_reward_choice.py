@@ -205,9 +205,9 @@ def test_recorded_rollouts_keep_the_rewards_that_they_came_with(config):
     assert rollout(config({"sum": {"_type": "numeric_match"}}, "sum", environment="recorded")).reward_weights == {}
 
 
-def test_a_run_from_before_keeps_the_weights_and_group_sizes_that_it_started_with(config):
+def test_a_run_from_before_keeps_weights_group_sizes_and_frozen_agents_that_it_started_with(config):
     (spec,) = jobs_of(config({"sum": {"_type": "numeric_match"}}, "sum"), "run-1")
-    recorded = spec.rollout.model_copy(update={"reward_weights": {}})
+    recorded = spec.rollout.model_copy(update={"reward_weights": {}, "frozen_agents": ("judge",)})
     started = JobStarted(
         run_id="run-1",
         time_ms=1,

@@ -228,5 +228,8 @@ def test_the_folder_of_a_model_or_a_teacher_is_not_written_to(
         (tmp_path / "groups" / "provers").symlink_to(tmp_path / "model")
         written["trajectory_builders"]["b"]["agents"] = {"prover": "provers", "verifier": "verifiers"}
     written["finetuning"]["output_dir"] = str(tmp_path / folder)
+    adapter["model"]["lora"] = {}
+    check_output_dir(config_file.resolve(written).config)  # an adapter replaces none of the model's files
+    del adapter["model"]["lora"]
     with pytest.raises(ConfigError, match=r"finetuning\.output_dir: .* is the folder of a model or teacher of the run"):
         check_output_dir(config_file.resolve(written).config)

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
 
 from rollstream.producers.attempt import refusal
 from rollstream.producers.evaluators.builtin import final_answer, numbers
-from rollstream.producers.evaluators.table import check, reward_of
+from rollstream.producers.evaluators.table import check, check_references, reward_of
 from rollstream.producers.rollout import rewards
 from rollstream.producers.rollout.registry import register_environment, register_reward
 from rollstream.schemas.errors import ConfigError
@@ -229,11 +230,6 @@ WRONG = [
     ),
     ({"_type": "json_schema"}, r"e\.schema: neither or both of schema and file are given"),
     ({"_type": "json_schema", "schema": {"type": "objekt"}}, r"e\.schema: \$\.type: "),
-    (
-        {"_type": "json_schema", "schema": {"items": {"$ref": "#/$defs/missing"}}},
-        r"e\.schema: \$ref '#/\$defs/missing' is not in the schema",
-    ),
-    ({"_type": "json_schema", "schema": {"$ref": "http://x/y"}}, r"e\.schema: \$ref 'http://x/y' is not in the schema"),
     ({"_type": "json_schema", "file": "/no/such.json"}, r"e\.file: /no/such\.json cannot be read"),
     ({"_type": "python", "function": "nodots"}, r"e\.function: 'nodots' is not a path; write python:module\.function"),
     ({"_type": "python", "function": "python:a"}, r"e\.function: 'python:a' is not a path; write python:module\.funct"),
@@ -255,6 +251,27 @@ WRONG = [
 def test_an_error_in_a_block_is_named_by_its_path(block, reported):
     with pytest.raises(ConfigError, match=reported):
         check_own(block, {})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "https://json-schema.org/draft/2020-12/schema"},
+        {"$defs": {"unused": {"$ref": "#/nope"}}},
+        {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "string"}}},
+        {"prefixItems": [{}], "items": {"$ref": "#/prefixItems/x"}},
+        {"minProperties": 1, "items": {"$ref": "#/minProperties/z"}},
+        {"$schema": "http://json-schema.org/draft-03/schema#", "extends": 5, "items": {}},
+    ],
+)
+def test_a_schema_whose_references_are_there_or_unused_is_taken(schema):
+    check_references("e", {"_type": "json_schema", "schema": schema}, Permissions.of([], {}))
+
+
+@pytest.mark.parametrize("name", ["#/$defs/missing", "http://x/y"])
+def test_a_reference_that_is_not_in_the_schema_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"e\.schema: \$ref '{re.escape(name)}' is not in the schema"):
+        check_references("e", {"_type": "json_schema", "schema": {"items": {"$ref": name}}}, Permissions.of([], {}))
 
 
 def test_variables_are_expanded_and_shown_as_written():
