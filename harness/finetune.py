@@ -244,5 +244,5 @@ def _signals() -> Iterator[_Conducted]:
     finally:
         for number, handler in before.items():
             loop.remove_signal_handler(number)  # nothing is left to cancel: from here on a signal ends the process
-            if number == signal.SIGTERM:
+            if number == signal.SIGTERM and handler is not None:
                 signal.signal(number, handler)
