@@ -208,7 +208,7 @@ def test_a_reward_that_a_function_gave_before_a_kill_counts_once(tmp_path, num_r
 
     async def agent(one):
         await one.chat("a")
-        await one.reward(0.5, name="test_first_seen")  # its own, which is none of the function
+        await one.reward(0.5, name="own")
         await one.end()
 
     whole = play_outside(tmp_path, agent, rewards=names)
@@ -218,7 +218,7 @@ def test_a_reward_that_a_function_gave_before_a_kill_counts_once(tmp_path, num_r
     again = play_outside(tmp_path, None, rewards=names, before=cut)
     again.assert_complete()
     given = [(one.name, one.agent, one.value) for one in again.rewards]
-    assert given == [(names[0], None, 0.5), (names[0], None, 1.0), (names[1], "agent", 2.0)]
+    assert given == [("own", None, 0.5), (names[0], None, 1.0), (names[1], "agent", 2.0)]
 
 
 ASK = [{"role": "user", "content": "3+4="}]

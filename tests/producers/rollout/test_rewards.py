@@ -129,7 +129,7 @@ def test_an_evaluator_named_like_a_reward_of_the_environment_fails_the_attempt(p
     failed = play(task_of(rewards=("form", "reward"), evaluators=evaluators), answers("5")).last
     assert failed.cause == "reward_error"
     assert "reward eval.evaluators.reward: the environment has recorded a reward named 'reward'" in failed.message
-    assert failed.message.endswith("rename the evaluator")
+    assert failed.message.endswith("rename the evaluator, in a new run")
 
 
 def test_a_reward_function_may_have_the_name_of_scores_of_candidates(play):
