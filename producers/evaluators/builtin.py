@@ -215,13 +215,13 @@ def check_references(location: str, config: JsonSchemaMatch) -> None:
         contents = resource.contents
         if not isinstance(contents, dict):
             continue
+        named = contents.get("$ref")
         try:
-            named = contents.get("$ref")
             if isinstance(named, str) and not named.startswith(METASCHEMAS):
-                resolver.lookup(contents["$ref"])
+                resolver.lookup(named)
         except Unresolvable as error:
             raise ConfigError(
-                f"{location}.schema: $ref {contents['$ref']!r} is not in the schema, and no other is fetched; "
+                f"{location}.schema: $ref {named!r} is not in the schema, and no other is fetched; "
                 "correct it, or add what it names under $defs"
             ) from error
         except Exception:  # noqa: BLE001 -- a pointer that this library cannot follow: scoring says what is wrong

@@ -201,16 +201,22 @@ def test_the_positions_of_a_model_are_counted_where_they_are_a_table(config: Any
         assert num_positions(AutoModelForCausalLM.from_config(config)) == expected
 
 
+async def failure_beside_a_good_job(lab: Lab) -> JobFailed:
+    """The only failure once the next job has succeeded."""
+    await lab.plan(await lab.submit("bad"), 1)
+    await lab.plan(await lab.submit("good"), 1)
+    await lab.work(lab.has(JobSucceeded))
+    (failed,) = await lab.events("jobs", JobFailed)
+    assert failed.job_id == "run-1/bad"
+    return failed
+
+
 def test_a_kept_set_without_the_sampled_token_fails_its_job_and_names_the_trajectory(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     async def scenario() -> None:
         lab = KeptLab(tmp_path, tiny_model)
-        await lab.plan(await lab.submit("bad"), 1)
-        await lab.plan(await lab.submit("good"), 1)
-        await lab.work(lab.has(JobSucceeded))
-        (failed,) = await lab.events("jobs", JobFailed)
-        assert failed.job_id == "run-1/bad"
+        failed = await failure_beside_a_good_job(lab)
         assert "trajectory run-1/bad/e00000/t00000/m0" in failed.error
         assert "/agent, sequence 0: its token 1 (" in failed.error
         assert failed.error.endswith("that it was sampled from; correct the engine that recorded it")
@@ -232,12 +238,7 @@ def test_a_reward_whose_square_would_overflow_fails_its_job_and_names_the_rollou
     tmp_path: Path, tiny_model: Path
 ) -> None:
     async def scenario() -> None:
-        lab = LargeRewardLab(tmp_path, tiny_model)
-        await lab.plan(await lab.submit("bad"), 1)
-        await lab.plan(await lab.submit("good"), 1)
-        await lab.work(lab.has(JobSucceeded))
-        (failed,) = await lab.events("jobs", JobFailed)
-        assert failed.job_id == "run-1/bad"
+        failed = await failure_beside_a_good_job(LargeRewardLab(tmp_path, tiny_model))
         assert "rollout run-1/bad/e00000/t00000/m1" in failed.error
         assert failed.error.endswith(": reward 1e+160 is beyond 1e+150; scale the rewards down")
 
