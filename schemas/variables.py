@@ -81,10 +81,13 @@ def is_secret_name(name: str) -> bool:
     return any(_SECRET_NAME.search(text) for text in (name, _WORD_BEGINS.sub("_", name)))
 
 
-def as_written(value: JsonValue, written: JsonValue, env: Mapping[str, str]) -> JsonValue:
-    """`value` with each text in it that a text of `written` stands for put back as it was written there."""
+def as_written(value: JsonValue, written: JsonValue, env: Mapping[str, str], source: JsonValue = None) -> JsonValue:
+    """`value` with each text in it as it was written at the same key or index of `source`.
+
+    A text that `source` does not give is put back as the text of `written` that has its value: several may have one.
+    """
     references = {text: expand(text, env) for text in _references_in(written)}
-    return _restored(value, {str(found): text for text, found in references.items()})
+    return _restored(value, source, {str(found): text for text, found in references.items()}, env)
 
 
 def conceal_variables(names: Iterable[str]) -> None:
@@ -197,12 +200,17 @@ def _references_in(value: JsonValue) -> Iterator[str]:
             yield from _references_in(item)
 
 
-def _restored(value: JsonValue, texts: Mapping[str, str]) -> JsonValue:
+def _restored(value: JsonValue, source: JsonValue, texts: Mapping[str, str], env: Mapping[str, str]) -> JsonValue:
     if isinstance(value, str):
-        return texts.get(value, value)
+        is_from_there = isinstance(source, str) and expand(source, env) == value
+        return source if is_from_there else texts.get(value, value)
     if isinstance(value, list):
-        return [_restored(item, texts) for item in value]
-    return {key: _restored(item, texts) for key, item in value.items()} if isinstance(value, dict) else value
+        sources = source if isinstance(source, list) and len(source) == len(value) else [None] * len(value)
+        return [_restored(item, one, texts, env) for item, one in zip(value, sources, strict=True)]
+    if isinstance(value, dict):
+        block = source if isinstance(source, dict) else {}
+        return {key: _restored(item, block.get(key), texts, env) for key, item in value.items()}
+    return value
 
 
 def _expand_text(text: str, env: Mapping[str, str], path: str) -> str:

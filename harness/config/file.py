@@ -117,26 +117,42 @@ def unexpanded(config: RunConfig, written: dict[str, JsonValue], env: Mapping[st
     They are expanded where they are used. Names and numbers are not secrets and stay expanded.
     """
 
-    def restored(value: Any) -> Any:
-        return as_written(value, written, env)
+    def restored(value: Any, source: Any) -> Any:
+        return as_written(value, written, env, source)
 
-    def of_section(section: AdapterSection | ModelGroupSection) -> dict[str, Any]:
+    def of_section(section: AdapterSection | ModelGroupSection, block: Mapping[str, Any]) -> dict[str, Any]:
         model, algorithm = section.model, section.algorithm
-        texts = {} if algorithm is None else {name: restored(value) for name, value in algorithm.texts().items()}
+        texts = {} if algorithm is None else restored(algorithm.texts(), block.get("algorithm"))
+        path = model and restored(model.path, block_at(block, "model").get("path"))
         return {
-            "model": model and model.model_copy(update={"path": restored(model.path)}),
+            "model": model and model.model_copy(update={"path": path}),
             "algorithm": algorithm and algorithm.model_copy(update=texts),
         }
 
     adapter, builder = config.adapter, config.builder
-    groups = {name: one.model_copy(update=of_section(one)) for name, one in adapter.model_groups.items()}
-    changes = {**of_section(adapter), "artifact_uri": restored(adapter.artifact_uri), "model_groups": groups}
-    adapter = adapter.model_copy(update=changes)
+    block = block_at(written, "trainer_adapters", config.finetuning.trainer_adapter)
+    groups = {
+        name: one.model_copy(update=of_section(one, block_at(block, "model_groups", name)))
+        for name, one in adapter.model_groups.items()
+    }
+    uri = restored(adapter.artifact_uri, block.get("artifact_uri"))
+    adapter = adapter.model_copy(update={**of_section(adapter, block), "artifact_uri": uri, "model_groups": groups})
+    run = block_at(written, "finetuning", "run_configuration")
     if config.endpoint is not None:
-        environment_config = restored(builder.environment_config)
+        given = block_at(written, "trajectory_builders", config.finetuning.trajectory_builder, "environment_config")
+        sources = {**given, **block_at(written, "finetuning"), **run}  # as `nat_workflows.at_endpoint` takes them
+        environment_config = restored(builder.environment_config, sources)
         builder = builder.model_copy(update={"environment_config": environment_config})
-    changes = {"adapter": adapter, "builder": builder, "endpoint": restored(config.endpoint)}
+    changes = {"adapter": adapter, "builder": builder, "endpoint": restored(config.endpoint, run.get("endpoint"))}
     return config.model_copy(update=changes)
+
+
+def block_at(written: Mapping[str, Any], *path: str) -> dict[str, Any]:
+    """The block at a path of a configuration as written; empty if it has none."""
+    for key in path:
+        found = written.get(key)
+        written = found if isinstance(found, Mapping) else {}
+    return dict(written)
 
 
 def _usable(expanded: dict[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:

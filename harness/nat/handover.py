@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from rollstream.harness.config.checks import check_values
 from rollstream.harness.config.components import written_of
 from rollstream.harness.config.errors import explain
-from rollstream.harness.config.file import Loaded, unexpanded
+from rollstream.harness.config.file import Loaded, block_at, unexpanded
 from rollstream.harness.config.nat_workflows import check_installed
 from rollstream.harness.config.resolve import run_config_of, warn_unused
 from rollstream.harness.nat.command import conceal_last_error, file_of_command, is_on_command_line
@@ -115,9 +115,9 @@ def _unexpanded(config: RunConfig, written: Mapping[str, Any]) -> RunConfig:
             "environment_config and eval.evaluators are stored as written, which is known only under `nat finetune "
             "--config_file`; remove them, or use that command"
         )
-    block = _at(written, "trajectory_builders", config.finetuning.trajectory_builder)
-    given = {**builder.environment_config, **_at(block, "environment_config")}
-    as_written = {name: _at(written, "eval", "evaluators", name) for name in evaluators}
+    block = block_at(written, "trajectory_builders", config.finetuning.trajectory_builder)
+    given = {**builder.environment_config, **block_at(block, "environment_config")}
+    as_written = {name: block_at(written, "eval", "evaluators", name) for name in evaluators}
     return config.model_copy(
         update={
             "builder": builder.model_copy(update={"environment_config": given}),
@@ -131,19 +131,13 @@ def _unexpanded_token(config: RunConfig, written: Mapping[str, Any]) -> Endpoint
     served = config.served
     if served is None or served.token is None:
         return served
-    token = _at(written, "trainer_adapters", config.finetuning.trainer_adapter, "endpoint").get("token")
+    token = block_at(written, "trainer_adapters", config.finetuning.trainer_adapter, "endpoint").get("token")
     if not isinstance(token, str):
         raise ConfigError(
             "trainer_adapters: endpoint.token is already expanded and cannot be stored; set "
             "ROLLSTREAM_ENDPOINT_TOKEN instead"
         )
     return served.model_copy(update={"token": token})
-
-
-def _at(block: Mapping[str, Any], *path: str) -> dict[str, Any]:
-    for key in path:
-        block = block.get(key) or {}
-    return dict(block)
 
 
 def repair(finetune: Any) -> None:

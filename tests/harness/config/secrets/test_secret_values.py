@@ -105,6 +105,34 @@ def test_events_and_services_have_variables_unexpanded(
     assert services["producers-1"].allow == services["learner-1"].allow == allowed_by(config)
 
 
+def test_variables_of_equal_values_are_kept_where_they_were_written(
+    written: dict[str, Any], env: dict[str, str], tmp_path: Path
+) -> None:
+    env |= {"OTHER": env["MODEL_DIR"], "TEACHER": env["MODEL_DIR"], "STORE": env["MODEL_DIR"]}
+    written["trainer_adapters"]["a"] |= {
+        "model": {"path": "${MODEL_DIR}"},
+        "artifact_uri": "${STORE}",
+        "algorithm": {"name": "opd", "teacher": "${TEACHER}"},
+        "model_groups": {"critic": {"model": {"path": "${OTHER}"}}},
+    }
+    written["trajectory_builders"]["b"]["agents"] = {"guesser": "policy", "other": "critic"}
+    written["finetuning"] |= {
+        "output_dir": "${OTHER}",
+        "target_model": "${OTHER}",
+        "run_configuration": {"endpoint": env["WORKFLOW"], "result_json_path": "${WORKFLOW}"},
+    }
+    config = config_file.resolve(written, env).config
+    adapter = config.adapter
+    assert (adapter.model.path, adapter.artifact_uri) == ("${MODEL_DIR}", "${STORE}")
+    assert adapter.algorithm.texts() == {"teacher": "${TEACHER}"}
+    assert adapter.of_group("critic").model.path == "${OTHER}"
+    assert config.endpoint == env["WORKFLOW"]
+    given = config.builder.environment_config
+    assert (given["target_model"], given["result_json_path"]) == ("${OTHER}", "${WORKFLOW}")
+    written["trainer_adapters"]["a"]["model"]["path"] = env["MODEL_DIR"]
+    assert config_file.resolve(written, env).config.adapter.model.path == env["MODEL_DIR"]
+
+
 def test_logs_and_messages_show_the_names_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_CONCEALED", "s3cr3t-value")
     monkeypatch.setenv("TEST_CONCEALED_PASSWORD", "s3cr3t-value-that-is-longer")
