@@ -7,7 +7,9 @@ values a resumed run was not started with.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
@@ -189,12 +191,18 @@ def _values(value: Any, path: str) -> dict[str, Any]:
 def _keys_with_variables(values: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """The configuration's key with a variable that gives a value, by the value's path; of other values nothing.
 
-    A number or a truth value is that of a key with the same name; a text may have another name in a job.
+    A number or a truth value is that of a key with the same name; a text may have another name in a job. Of several
+    keys with the same value it is the one that ends most like the path: with the same index in a list, then the first.
     """
     texts = [(key, str(expand(text, os.environ))) for key, text in _texts_with_variables(written)]
-    return {
-        path: key for path, value in values.items() for key, text in reversed(texts) if _gives(key, text, path, value)
-    }
+    found = {path: [key for key, text in texts if _gives(key, text, path, value)] for path, value in values.items()}
+    return {path: max(keys, key=partial(_common_ending, path.split("."))) for path, keys in found.items() if keys}
+
+
+def _common_ending(path: Sequence[str], key: Sequence[str]) -> int:
+    """The number of last parts that are equal."""
+    pairs = zip(reversed(path), reversed(key), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _gives(key: tuple[str, ...], text: str, path: str, value: Any) -> bool:

@@ -154,6 +154,20 @@ def test_a_variable_that_gives_another_value_than_was_recorded_is_refused(
     assert f"gave run run-1 other values when it began: {named}; set them as they were" in str(refused.value)
 
 
+def test_a_variable_in_a_list_is_named_by_its_own_index(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FIRST", "0.9")
+    monkeypatch.setenv("SECOND", "0.95")
+    recorded.written["trainer_adapters"]["a"]["optimizer"] = {"betas": ["${FIRST}", "${SECOND}"]}
+    run = Recorded(tmp_path, recorded.written, recorded.write)
+    monkeypatch.setenv("SECOND", "0.9")
+    with pytest.raises(
+        ConfigError, match=r": trainer_adapters\.a\.optimizer\.betas\.1 \(recorded: 0\.95, given: 0\.9\);"
+    ):
+        run.resume()
+
+
 def test_variables_of_paths_and_engines_may_have_other_values(
     with_variables: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
