@@ -1,6 +1,5 @@
 """Settings that each long-running service is started with (command line and environment; no run is named here)."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -29,7 +28,7 @@ class ServiceSettings(Settings):
     kafka: KafkaSection = Field(default_factory=KafkaSection)
     """Connection to the brokers: TLS, SASL and topics."""
     artifact_uri: str
-    workspace: Path
+    workspace: UserPath
     name: str
     """Stable name of this process: engine id, learner id, consumer's client id."""
     num_partitions: int | None = Field(default=None, ge=1)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from rollstream.schemas.base import UserPath
 from rollstream.schemas.config import (
     OURS,
     AdapterFields,
@@ -29,7 +30,7 @@ STRICT = ConfigDict(extra="forbid", populate_by_name=True)
 class OurBuilderFields(BuilderFields):
     """Fields of a builder's block, whatever the base class of its configuration."""
 
-    workspace: Path = WORKSPACE
+    workspace: UserPath = WORKSPACE
 
     def section(self) -> BuilderSection:
         """The section as a frozen model."""
@@ -43,7 +44,7 @@ class OurAdapterFields(AdapterFields):
     """`embedded`, or host:port of a running Kafka; none: the builder's, if that is ours, else embedded."""
     kafka: KafkaSection = Field(default_factory=KafkaSection)
     """Connection settings; unless given, those of the builder's block."""
-    workspace: Path = WORKSPACE
+    workspace: UserPath = WORKSPACE
     endpoint: EndpointSection | None = None
     """Serve the trained model by OpenAI's chat completions."""
     retokenise: bool = False

@@ -5,6 +5,7 @@ What an evaluator asks of a model is in `judge`.
 
 import decimal
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -235,7 +236,7 @@ def check_references(location: str, config: JsonSchemaMatch) -> None:
 def read_schema(location: str, file: str) -> dict[str, JsonValue]:
     """The JSON object in a file. Raises ConfigError."""
     try:
-        with open(file, encoding="utf-8") as stream:
+        with open(os.path.expanduser(file), encoding="utf-8") as stream:
             found = json.load(stream)
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -187,6 +187,12 @@ def test_json_schema_accepts_what_fits(response, wanted, tmp_path):
     assert score({"_type": "json_schema", "file": str(tmp_path / "schema.json")}, response) == wanted
 
 
+def test_the_file_of_a_schema_may_be_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    assert score({"_type": "json_schema", "file": "~/schema.json"}, '{"city": "Paris"}') == 1
+
+
 def test_a_schema_is_never_fetched():
     block = {"_type": "json_schema", "schema": {"$ref": "http://127.0.0.1:9/schema.json"}}
     with pytest.raises(rewards.RewardError, match=r"eval\.evaluators\.e\.schema raised .*127\.0\.0\.1:9"):
