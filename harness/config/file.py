@@ -10,7 +10,7 @@ from pydantic import JsonValue, ValidationError, create_model
 
 from rollstream.harness.config.blocks import import_modules, model_of
 from rollstream.harness.config.checks import check_values
-from rollstream.harness.config.errors import explain
+from rollstream.harness.config.errors import check_no_truth_values, explain
 from rollstream.harness.config.resolve import run_config_of, warn_unused
 from rollstream.harness.config.yaml import apply_overrides, read_yaml, with_run_options
 from rollstream.schemas.config import OURS, AdapterSection, ConfigFile, RunConfig, RunConfigurationSection
@@ -100,9 +100,10 @@ def _resolved(written: dict[str, JsonValue], env: Mapping[str, str]) -> Loaded:
     assert isinstance(expanded, dict)
     model = model_of(expanded)
     try:
-        file = model.model_validate(_usable(expanded, written))
+        file = model.model_validate(usable := _usable(expanded, written))
     except ValidationError as error:
         raise ConfigError(explain(error, model, written)) from error
+    check_no_truth_values(usable, file)
     if not file.finetuning.enabled:
         raise ConfigError("finetuning.enabled is false; set it to true to train")
     finetune = _finetune(file)

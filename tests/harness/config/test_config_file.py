@@ -292,6 +292,26 @@ def test_a_wrong_value_or_key_is_named_by_its_path(
     assert refused(written).startswith(reported)
 
 
+def test_a_workspace_may_be_below_the_home_folder(
+    written: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written["trajectory_builders"]["b"]["workspace"] = "~/work"
+    loaded = config_file.resolve(written)
+    assert block_of(loaded.finetune, "trajectory_builder").workspace == tmp_path / "work"
+
+
+def test_a_truth_value_in_place_of_a_number_is_refused(written: dict[str, Any]) -> None:
+    written["trainer_adapters"]["a"]["optimizer"] = {"betas": [0.9, False]}
+    with pytest.raises(ConfigError, match=r"^trainer_adapters\.a\.optimizer\.betas\.1: is false; give a number$"):
+        config_file.resolve(written)
+    written["finetuning"]["num_epochs"] = True
+    with pytest.raises(ConfigError, match=r"finetuning\.num_epochs: is true; give a number$"):
+        config_file.resolve(
+            {**written, "trainer_adapters": {"a": {**written["trainer_adapters"]["a"], "optimizer": {}}}}
+        )
+
+
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", str(2**64), str(-(2**63) - 1)])
 def test_a_number_that_no_event_can_carry_is_refused(written: dict[str, Any], write: Write, value: str) -> None:
     with pytest.raises(ConfigError, match=r"trainer_adapters.a.seed: is .*; give a (finite|number of at most 64 bits)"):
