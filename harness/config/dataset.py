@@ -210,6 +210,7 @@ Rows = list[tuple[str, Any]]
 """Place and row."""
 SUFFIXES = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Type by suffix; any other one is JSON lines."""
+_FOR_LIST = "for a JSON list, set eval.general.dataset._type: json, or give --dataset a file named .json"
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)\.[0-9]+([eE][-+]?[0-9]+)?")
 
@@ -234,13 +235,17 @@ def _text(path: Path) -> str:
 
 def _rows_of_lines(text: str, path: Path) -> Rows:
     rows: Rows = []
+    is_list = text.lstrip().startswith("[")
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would divide texts at U+2028 and others, too
         if line.strip():
             location = f"dataset {path} line {number}"
             try:
                 rows.append((location, json.loads(line)))
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{location}: not valid JSON: {error}; correct the line") from error
+                remedy = _FOR_LIST if is_list else "correct the line"
+                raise ConfigError(f"{location}: not valid JSON: {error}; {remedy}") from error
+            if is_list:
+                raise ConfigError(f"{location} must be a JSON object; {_FOR_LIST}")
     return rows
 
 
@@ -260,27 +265,36 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
     """The first line names the columns; text that is a number of up to 64 bits as Python writes it becomes that number,
     empty text null.
     """
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: Rows = []
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # of the process; examples have their own
     try:
-        names = reader.fieldnames or ()
+        names = next(reader, [])
         for name in names:
             if name and names.count(name) > 1:  # spreadsheets add empty columns without names
                 raise ConfigError(f"dataset {path} line {reader.line_num}: duplicate column {name!r}; rename one")
-        for row in reader:
+        for values in filter(None, reader):
             location = f"dataset {path} line {reader.line_num}"
-            if None in row or None in row.values():
+            if len(values) != len(names):
                 raise ConfigError(
-                    f"{location} must have {len(reader.fieldnames or ())} values, one per column; quote values that "
-                    "contain a comma"
+                    f"{location} must have {len(names)} values, one per column; quote values that contain a comma"
                 )
-            rows.append((location, {key: _scalar(value) for key, value in row.items()}))
+            _check_unnamed(names, values, location)
+            rows.append((location, dict(zip(names, map(_scalar, values), strict=True))))
     except csv.Error as error:
-        raise ConfigError(
-            f"dataset {path} line {reader.line_num + 1}: not valid CSV: {error}; correct the line"
-        ) from error
+        raise ConfigError(f"dataset {path} line {reader.line_num}: not valid CSV: {error}; correct the line") from error
     return rows
+
+
+def _check_unnamed(names: list[str], values: list[str], location: str) -> None:
+    """Raises ConfigError for a value in one of several columns without a name, of which a row would keep only one."""
+    if names.count("") > 1:
+        filled = [n for n, (name, value) in enumerate(zip(names, values, strict=True), 1) if value and not name]
+        if filled:
+            raise ConfigError(
+                f"{location}: column {filled[0]} has a value, but {names.count('')} columns have no name; name it in "
+                "the first line, or leave it out"
+            )
 
 
 def _scalar(text: str) -> str | int | float | None:

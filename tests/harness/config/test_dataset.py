@@ -243,6 +243,23 @@ def test_a_filter_compares_true_and_false(tmp_path: Path, name: str, pattern: An
     assert [example.example_id for example in allowed] == ["a"]
 
 
+def test_a_value_in_one_of_several_columns_of_csv_without_a_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("a,,,\n1,,,\n2,x,,y\n")
+    with pytest.raises(
+        ConfigError, match=r"d\.csv line 3: column 2 has a value, but 3 columns have no name; name it in"
+    ):
+        read(tmp_path / "d.csv")
+    (tmp_path / "d.csv").write_text("a,,,\n1,,,\n")
+    assert read(tmp_path / "d.csv") == [Example("0", {"a": 1, "": None})]
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1}]', '[\n{"a": 1}\n]'])
+def test_a_json_list_that_is_read_as_lines_names_its_type(tmp_path: Path, text: str) -> None:
+    (tmp_path / "d.txt").write_text(text)
+    with pytest.raises(ConfigError, match=r"d\.txt line 1.*for a JSON list, set eval\.general\.dataset\._type: json"):
+        read_dataset(DatasetSection(file_path=tmp_path / "d.txt"))
+
+
 @pytest.mark.parametrize("pattern", [0.5, "0.50", "0.5*"])
 def test_a_filter_compares_numbers_of_a_csv_that_are_written_otherwise(tmp_path: Path, pattern: Any) -> None:
     (tmp_path / "d.csv").write_text("id,share\na,0.50\nb,0.75\n")
