@@ -144,6 +144,10 @@ def unknown_store(written: dict[str, Any]) -> None:
     written["trainer_adapters"]["a"]["artifact_uri"] = "foo://x/y"
 
 
+def wrapped_store_in_memory(written: dict[str, Any]) -> None:
+    written["trainer_adapters"]["a"]["artifact_uri"] = "dir::memory://a"
+
+
 def store_in_memory(written: dict[str, Any]) -> None:
     written["trainer_adapters"]["a"]["artifact_uri"] = "memory://a"
 
@@ -173,6 +177,10 @@ def store_without_its_package(written: dict[str, Any]) -> None:
         (
             store_in_memory,
             r"trainer_adapters\.a\.artifact_uri: memory://a is in the memory of each process alone; give",
+        ),
+        (
+            wrapped_store_in_memory,
+            r"trainer_adapters\.a\.artifact_uri: dir::memory://a is in the memory of each process",
         ),
         (store_without_its_package, r"trainer_adapters\.a\.artifact_uri: artifact store oss://.*; install ossfs where"),
         (output_where_no_folder_can_be, r"finetuning\.output_dir: /proc/x/y cannot be used: no folder can be made in"),
