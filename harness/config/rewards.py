@@ -5,18 +5,19 @@ packages' types are allowed in the file, but cannot be used as rewards here.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from rollstream.harness.config.checks import warn
 from rollstream.harness.config.dataset import MAX_SHOWN, Example
+from rollstream.producers.rollout.reply import MAX_TURNS
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, nearest
 from rollstream.schemas.evaluators import SECTION, Evaluator, LlmJudge, answer_key, kind_of
-from rollstream.schemas.events.recorded import MADE_ELSEWHERE, RECORDED
+from rollstream.schemas.events.recorded import INPUT, MADE_ELSEWHERE, RECORDED, RecordedMember, RecordedRollout
 from rollstream.schemas.permissions import (
     COMMAND,
     GATEWAY,
@@ -85,6 +86,31 @@ def missing_score_of(config: RunConfig) -> Any:
     """Treatment of a rollout without a score: the builder's choice, if an algorithm of the run needs scores."""
     needs = [one.adapter.algorithm.needs for one in config.trained().values()]
     return config.builder.missing_score if any(one.rewards for one in needs) else "unneeded"
+
+
+def check_rewarded(config: RunConfig, rollouts: Iterable[RecordedRollout], location: str) -> None:
+    """Raises ConfigError if no recorded rollout has a reward, and the configuration runs none but needs one."""
+    if config.reward_functions or missing_score_of(config) == "unneeded" or not config.trained():
+        return
+    if any(one.rewards or one.error is not None or one.stop_reason == MAX_TURNS for one in rollouts):
+        return
+    key = f"trajectory_builders.{config.finetuning.trajectory_builder}.rewards"
+    chosen = config.finetuning.reward_function
+    name = None if chosen is None or chosen.name == ENVIRONMENT else chosen.name
+    why = f"{key} is empty" if name is None else f"finetuning.reward_function does not run {name} for recorded rollouts"
+    raise ConfigError(f"{location}: no rollout has a reward, and {why}; write `{key}: [{name or 'NAME'}]`")
+
+
+def _check_recorded(config: RunConfig, examples: Iterable[Example], location: str) -> None:
+    """As `check_rewarded`, for the rollouts in a dataset's examples: of those in the store nothing is known here."""
+    found = [example.inputs.get(INPUT) for example in examples]
+    try:
+        members = [RecordedMember.model_validate(one) for group in found if isinstance(group, list) for one in group]
+    except ValidationError:
+        return  # the rollout fails with what is wrong
+    rollouts = [member.rollout for member in members if member.rollout is not None]
+    if rollouts and len(rollouts) == len(members):
+        check_rewarded(config, rollouts, location)
 
 
 def frozen_agents_of(config: RunConfig) -> tuple[str, ...]:
@@ -177,15 +203,17 @@ def check_reward(config: RunConfig, name: str, env: Mapping[str, str] = os.envir
         raise ConfigError(f"{path_of(config, name)}: {error}; {SECTION} has: {named}") from error
 
 
-def check_examples(config: RunConfig, examples: Iterable[Example], location: str, *, is_new: bool = True) -> None:
+def check_examples(config: RunConfig, examples: Sequence[Example], location: str, *, is_new: bool = True) -> None:
     """Raises ConfigError naming the first example whose inputs lack what an evaluator or a teacher of the run needs.
 
-    In a new run, also one whose answer an evaluator cannot score.
+    In a new run, also one whose answer an evaluator cannot score, and recorded rollouts that nothing scores.
 
     `location`: the source of the examples, for the message. Recorded rollouts may bring the evaluator's reward.
     """
     from rollstream.producers.evaluators.table import check_answer, read
 
+    if is_new and config.environment == RECORDED:
+        _check_recorded(config, examples, location)
     evaluators = {name: read(name, block, permissions_of(config)) for name, block in evaluators_of(config).items()}
     needed = [(f"{SECTION}.{name}.{field}", key) for name, one in evaluators.items() for field, key in _keys(one)]
     teachers = [teacher_of(one.adapter.algorithm) for one in config.trained().values()]

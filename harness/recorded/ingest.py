@@ -15,14 +15,13 @@ from rollstream.harness.config.dataset import ID_KEY, MAX_INPUT_BYTES
 from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import artifact_uri
 from rollstream.harness.config.resolve import block_of
-from rollstream.harness.config.rewards import ENVIRONMENT, missing_score_of
+from rollstream.harness.config.rewards import check_rewarded
 from rollstream.harness.config.yaml import apply_overrides, read_yaml
 from rollstream.harness.recorded.lines import KEYS, BadLine, Ingested, read_lines
 from rollstream.harness.recorded.tasks import MAX_INLINE_BYTES, inputs_of, stored
 from rollstream.harness.runs.run_context import broker_of_run
 from rollstream.harness.services.workspace import Workspace
 from rollstream.producers.traces.spans import Selection
-from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, DecodeError
 from rollstream.schemas.events.recorded import RECORDED, RecordedGroup
 from rollstream.schemas.kafka import KafkaSettings
@@ -63,7 +62,9 @@ def prepare(file: Path, config: Path, workspace: Path, overrides: Overrides, *, 
             f"; correct line {ingested.bad[0].number}: {ingested.bad[0].reason}" if ingested.bad else "; add one"
         )
         raise ConfigError(f"{file} contains no usable rollout{first_bad}")
-    _check_rewarded(file, settings, builder, ingested)
+    if settings.finetuning.reward_function is not None:
+        rollouts = (one.rollout for group in ingested.groups for one in group.members if one.rollout is not None)
+        check_rewarded(settings, rollouts, str(file))
     layout = Workspace(workspace)
     layout.create()
     uri = artifact_uri(settings, layout.folder)
@@ -76,21 +77,6 @@ def prepare(file: Path, config: Path, workspace: Path, overrides: Overrides, *, 
     if settings.adapter.algorithm.is_imitation and "min_generations" not in settings.builder.model_fields_set:
         more.append((f"trajectory_builders.{builder}.min_generations", "1"))
     return PreparedIngest(ingested, dataset, (*overrides, *id_key, *more))
-
-
-def _check_rewarded(file: Path, config: RunConfig, builder: str, ingested: Ingested) -> None:
-    """Raises ConfigError if no rollout brings a reward and the reward that the configuration names is not run."""
-    chosen = config.finetuning.reward_function
-    if chosen is None or chosen.name == ENVIRONMENT or config.reward_functions:
-        return
-    if missing_score_of(config) == "unneeded":
-        return
-    rollouts = [one.rollout for group in ingested.groups for one in group.members if one.rollout is not None]
-    if not any(rollout.rewards for rollout in rollouts):
-        raise ConfigError(
-            f"{file}: no rollout has a reward, and finetuning.reward_function does not run {chosen.name} for recorded "
-            f"rollouts; write `trajectory_builders.{builder}.rewards: [{chosen.name}]`"
-        )
 
 
 def _without_dataset(written: dict[str, Any]) -> Overrides:

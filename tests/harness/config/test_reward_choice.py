@@ -9,9 +9,10 @@ import pytest
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_builder
 from rollstream.harness.config.components import written_of
+from rollstream.harness.config.dataset import Example
 from rollstream.harness.config.file import read_yaml
 from rollstream.harness.config.jobs import jobs_of
-from rollstream.harness.config.rewards import check_agents
+from rollstream.harness.config.rewards import check_agents, check_examples
 from rollstream.harness.runs.plan import examples_of, weighted_as_recorded
 from rollstream.harness.runs.preflight import check_datasets, check_names
 from rollstream.harness.runs.sampling_checks import check_groups
@@ -291,3 +292,18 @@ def test_a_warm_start_needs_a_demonstrator(written, environment, options, is_ref
         return
     with pytest.raises(ConfigError, match=r"a\.warm_start: environment gateway has no demonstrator"):
         check_groups(loaded.config, loaded.finetune)
+
+
+@pytest.mark.parametrize("given", [{}, {"error": "broken"}, {"rewards": [{"value": 1.0}]}, None])
+def test_recorded_rollouts_that_nothing_scores_are_refused(config, given):
+    member = {"artifact": {"uri": "a", "sha256": "0" * 64, "size_bytes": 1}} if given is None else {"rollout": given}
+    examples = [Example("a", {"recorded": [member]})]
+    found = config({}, None, environment="recorded")
+    if given == {}:
+        with pytest.raises(
+            ConfigError, match=r"dataset d: no rollout has a reward, and .*b\.rewards is empty; write `traj"
+        ):
+            check_examples(found, examples, "dataset d")
+    else:
+        check_examples(found, examples, "dataset d")
+    check_examples(found, examples, "dataset d", is_new=False)
