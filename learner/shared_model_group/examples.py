@@ -262,7 +262,13 @@ def _answer(step: RecordedStep) -> Any:
     if step.tokens is not None:
         return step.tokens.completion_ids
     assert step.chat is not None
-    return step.chat.answer
+    calls = step.chat.answer.get("tool_calls")
+    return step.chat.answer | ({"tool_calls": [_without_id(call) for call in calls]} if isinstance(calls, list) else {})
+
+
+def _without_id(call: Any) -> Any:
+    """A tool call without its id, which differs for equal calls."""
+    return {key: value for key, value in call.items() if key != "id"} if isinstance(call, dict) else call
 
 
 def _scored(step: RecordedStep, score: float) -> RecordedRollout:

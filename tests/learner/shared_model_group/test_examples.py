@@ -58,6 +58,22 @@ def test_pairs_of_equal_answers_are_left_out_with_a_warning(caplog: pytest.LogCa
     assert "the same answer in 1 examples, which train nothing: verifier/0; they are left out" in caplog.text
 
 
+def test_answers_whose_tool_calls_differ_in_their_ids_alone_are_equal(caplog: pytest.LogCaptureFixture) -> None:
+    def side(number: int, *arguments: str) -> list[RecordedRollout]:
+        calls = [{"id": f"{number}", "type": "function", "function": {"name": "f", "arguments": a}} for a in arguments]
+        steps = [chat_step("") for _ in calls]
+        chats = [step.chat for step in steps if step.chat is not None]
+        with_calls = [
+            chat.model_copy(update={"answer": {**chat.answer, "tool_calls": [call]}})
+            for chat, call in zip(chats, calls, strict=True)
+        ]
+        return [rollout(step.model_copy(update={"chat": chat})) for step, chat in zip(steps, with_calls, strict=True)]
+
+    (pair,) = dpo_examples(AGENTS, GROUP, {"verifier": side(1, "1", "2")}, {"verifier": side(2, "1", "3")})
+    assert pair.example_id == "verifier/1"
+    assert "the same answer in 1 examples" in caplog.text
+
+
 def test_a_pair_compares_the_last_messages_that_are_trained() -> None:
     sides = [[rollout(chat_step(answer), untrained("last"))] for answer in ("good", "bad")]
     (pair,) = dpo_examples(AGENTS, GROUP, {"verifier": sides[0]}, {"verifier": sides[1]})
