@@ -73,6 +73,7 @@ def _check_endpoint_engine(config: RunConfig, engine: EngineBlock, location: str
         return check_run(config.model_copy(update={"builder": builder, "adapter": adapter}), os.environ, location)
     except ConfigError as error:
         text = str(error).removeprefix(f"trajectory_builders.{config.finetuning.trajectory_builder}.")
+        text = f"{location}{text.removeprefix('engine')}" if text.startswith("engine.") else text
         raise ConfigError(text if text.startswith(location) else f"{location}: {text}") from error
 
 
