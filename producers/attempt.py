@@ -305,7 +305,7 @@ class _AttemptRunner:
                 self.missing_scores[name] = reason
 
     def _check_scored(self, session: Session, stop_reason: str) -> None:
-        """Raises NoScoreError if an agent that is trained on has no reward at all, which would count as 0.
+        """Raises NoScoreError if an agent that is trained on has no reward that counts.
 
         If the turns are over before any was given, the reward is 0.
         """
@@ -314,17 +314,13 @@ class _AttemptRunner:
             return
         if self.missing_scores or self._journal.num_open or session.failure is not None:
             return  # there is a reason already
-        spoke = {step.agent for step in self._journal.steps if step.llm is not None} or set(settings.agents)
-        spoke -= {*session.opponents, *settings.frozen_agents}
-        rewarded = {reward.agent for reward in self._journal.rewards}
-        without = sorted(spoke - rewarded) if None not in rewarded else []
-        if without:
+        if without := rewards.unscored(self._journal.steps, self._journal.rewards, settings, session.opponents):
             is_recorded = settings.environment == RECORDED  # `finetuning.reward_function` runs nothing for it
             where = "trajectory_builders.X.rewards" if is_recorded else "finetuning.reward_function.name"
             raise rewards.NoScoreError(
-                f"agents without a reward: {', '.join(without)}; give one in environment {settings.environment} "
-                "by `await session.reward(...)`, which does nothing without `await`, or "
-                f"name a reward function or evaluator ({where})"
+                f"agents without a reward: {', '.join(without)} (one of weight 0 does not count); give one in "
+                f"environment {settings.environment} by `await session.reward(...)`, which does nothing without "
+                f"`await`, or name a reward function or evaluator that scores them ({where})"
             )
 
 

@@ -21,7 +21,7 @@ from rollstream.schemas.events.rollouts import (
     TrajectoryAssembled,
 )
 from rollstream.schemas.events.training import MemberRef
-from rollstream.schemas.settings import MAX_REWARD_SUM, OTHERS
+from rollstream.schemas.settings import MAX_REWARD_SUM
 
 _BY_REWARD = attrgetter("reward_index")
 _member = validator_of(MemberRef)
@@ -115,17 +115,16 @@ def agents_of(started: GroupStarted, acting: Iterable[str]) -> list[str]:
 def sum_rewards(rewards: Iterable[RewardRecorded], agent: str, weights: dict[str, float]) -> RewardSums:
     """Sums of the rewards recorded for `agent` or for all, in the given order.
 
-    Raises DecodeError on overflow. A score compares answers to one prompt and is not a reward, so `OTHERS` does not
-    apply to it.
+    Raises DecodeError on overflow.
     """
-    total, others = 0.0, weights.get(OTHERS, 1.0)
+    total = 0.0
     by_name: dict[str, float] = {}
     by_step: dict[str, float] = {}
     scores: dict[str, float] = {}
     for reward in rewards:
         if reward.agent is not None and reward.agent != agent:
             continue
-        weighted = weights.get(reward.name, 1.0 if reward.is_score else others) * reward.value
+        weighted = reward.weight_in(weights) * reward.value
         if not reward.is_score:
             total += weighted
             by_name[reward.name] = by_name.get(reward.name, 0.0) + reward.value

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from rollstream.eventlog.artifact_retry import start_thread
 from rollstream.schemas.errors import EnvironmentRunError, describe, is_of_users, message_of, raised_at
 from rollstream.schemas.events import RewardRecorded, StepRecorded
+from rollstream.schemas.settings import RolloutSettings
 
 _abandoned: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 """Threads whose result nobody waits for any more."""
@@ -87,6 +88,21 @@ class Recorder(Protocol):
 def played(steps: Iterable[StepRecorded]) -> tuple[StepRecorded, ...]:
     """Steps of a rollout without those of judges."""
     return tuple(step for step in steps if not step.agent.startswith(JUDGE))
+
+
+def unscored(
+    steps: Iterable[StepRecorded],
+    rewards: Iterable[RewardRecorded],
+    settings: RolloutSettings,
+    opponents: Iterable[str],
+) -> list[str]:
+    """Agents that are trained on and have no reward of a weight other than 0, which would count as a reward of 0.
+
+    They are those that spoke, or all of the task's if nobody did, without `opponents` and frozen agents.
+    """
+    spoke = {step.agent for step in steps if step.llm is not None} or set(settings.agents)
+    counted = {reward.agent for reward in rewards if reward.weight_in(settings.reward_weights)}
+    return [] if None in counted else sorted(spoke.difference(opponents, settings.frozen_agents, counted))
 
 
 async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout) -> dict[str | None, float]:

@@ -14,7 +14,7 @@ from rollstream.processors.assemble.trajectories import sum_rewards
 from rollstream.producers.evaluators.table import read, reward_of
 from rollstream.producers.league.draw import is_opponents
 from rollstream.producers.rollout.reply import MAX_TURNS
-from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, check_own, evaluate, played
+from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, check_own, evaluate, played, unscored
 from rollstream.producers.rollout.scored_answers import is_played
 from rollstream.replay.assembly import Range
 from rollstream.replay.what_if.plan import OF_REWARDS
@@ -210,18 +210,14 @@ def _copied(steps: Iterable[StepRecorded]) -> tuple[StepRecorded, ...]:
 def _check_scored(
     ended: RolloutEnded, steps: Iterable[StepRecorded], rewards: list[RewardRecorded], now: RolloutSettings
 ) -> None:
-    """Raises NoScoreError if nothing rewards an agent that spoke, which would count as 0; as in `producers.attempt`."""
+    """Raises NoScoreError if an agent that is trained on has no reward that counts; as in `producers.attempt`."""
     if now.policy == "demonstration" or ended.stop_reason == MAX_TURNS:
         return
     steps = tuple(steps)
-    spoke = {step.agent for step in steps if step.llm is not None} or set(now.agents)
-    spoke -= {*(step.agent for step in steps if is_opponents(step)), *now.frozen_agents}
-    rewarded = {reward.agent for reward in rewards}
-    without = sorted(spoke - rewarded) if None not in rewarded else []
-    if without:
+    if without := unscored(steps, rewards, now, {step.agent for step in steps if is_opponents(step)}):
         raise NoScoreError(
-            f"rollout {ended.rollout_id}: the what-if gives no reward to {', '.join(without)}; name a reward "
-            "function or evaluator (finetuning.reward_function.name)"
+            f"rollout {ended.rollout_id}: the what-if gives no reward to {', '.join(without)} (one of weight 0 "
+            "does not count); name a reward function or evaluator that scores them (finetuning.reward_function.name)"
         )
 
 

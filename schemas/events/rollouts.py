@@ -1,12 +1,13 @@
 """Events of the topics tasks, steps and trajectories: what was asked for, what happened, what came of it."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, NonNegativeInt
 
 from rollstream.schemas import ids
 from rollstream.schemas.base import MAX_TIME_MS, DigestOf, Event, added
-from rollstream.schemas.settings import MAX_MEMBERS, RolloutSettings
+from rollstream.schemas.settings import MAX_MEMBERS, OTHERS, RolloutSettings
 
 Purpose = Literal["train", "validation"]
 Policy = Literal["model", "demonstration", "external"]
@@ -273,6 +274,10 @@ class RewardRecorded(RolloutEvent):
     @property
     def event_id(self) -> str:
         return ids.event_id(self.kind, ids.reward_id(self.rollout_id, self.reward_index))
+
+    def weight_in(self, weights: Mapping[str, float]) -> float:
+        """Its weight by a run's `reward_weights`, of which `*` (`OTHERS`) does not apply to scores."""
+        return weights.get(self.name, 1.0 if self.is_score else weights.get(OTHERS, 1.0))
 
 
 class RolloutEnded(RolloutEvent):

@@ -117,3 +117,24 @@ def test_an_agent_that_nobody_rewards_is_named(play):
     assert failed.cause == "reward_error"
     assert "agents without a reward: bob" in failed.message
     assert "by `await session.reward(...)`, which does nothing without `await`" in failed.message
+
+
+@register_reward("test_scores_ann")
+def scores_ann(rollout):
+    return {"ann": 1.0}
+
+
+def test_a_reward_of_weight_0_is_no_score(play):
+    @register_environment("test_rewards_both")
+    async def both(session):
+        for agent in ("ann", "bob"):
+            await session.chat([{"role": "user", "content": "?"}], agent=agent)
+        await session.reward(0.3)
+
+    settings = {"agents": {"ann": GROUP, "bob": GROUP}, "rewards": ("test_scores_ann",)}
+    weights = {"*": 0.0, "test_scores_ann": 1.0}
+    play(task_of("test_rewards_both", **settings)).assert_complete()
+    failed = play(task_of("test_rewards_both", **settings, reward_weights=weights)).last
+    assert "agents without a reward: bob (one of weight 0 does not count)" in failed.message
+    rejected = play(task_of("test_rewards_both", **settings, reward_weights=weights, missing_score="reject")).last
+    assert list(rejected.missing_scores) == ["reward"]

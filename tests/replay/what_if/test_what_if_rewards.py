@@ -11,7 +11,7 @@ from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.recorded.tasks import tasks_of
 from rollstream.producers.attempt import run_rollout
 from rollstream.producers.rollout.registry import register_environment, register_reward
-from rollstream.producers.rollout.rewards import FinishedRollout, RewardError
+from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, RewardError
 from rollstream.producers.rollout.session import Session
 from rollstream.replay.assembly import Range
 from rollstream.replay.what_if.rewards import Grading, grade
@@ -241,3 +241,18 @@ def test_a_frozen_agent_needs_no_reward(tmp_path: Path) -> None:
     task = task_of("test_asks_an_adviser", rewards=("test_of_the_agent",), agents=agents, frozen_agents=("adviser",))
     found = asyncio.run(what_if(task, tmp_path, reward_weights={"test_of_the_agent": 2.0}))
     assert [reward for name, reward in found.items() if name.endswith("/agent")] == [2.0]
+
+
+@register_environment("test_rewards_all")
+async def rewards_all(session: Session) -> None:
+    for agent in session.agents:
+        await session.chat([{"role": "user", "content": "?"}], agent=agent)
+    await session.reward(0.3)
+
+
+@pytest.mark.parametrize("rewards", [(), ("test_of_the_agent",)])
+def test_a_reward_of_weight_0_is_no_score(rewards: tuple[str, ...], tmp_path: Path) -> None:
+    task = task_of("test_rewards_all", agents={"agent": GROUP, "other": GROUP}, rewards=rewards)
+    changes = {"rewards": ("test_of_the_agent",), "reward_weights": {"*": 0.0, "test_of_the_agent": 1.0}}
+    with pytest.raises(NoScoreError, match="gives no reward to other"):
+        asyncio.run(what_if(task, tmp_path, **changes))
