@@ -65,7 +65,7 @@ class RewardBody(_Body):
 
     value: FiniteFloat = Field(strict=True, ge=-MAX_REWARD, le=MAX_REWARD)
     name: str = Field(default="reward", min_length=1, max_length=200)
-    step_index: int | None = Field(default=None, ge=0)
+    step_index: int | None = Field(default=None, ge=0, strict=True)
     agent: str | None = None
 
 

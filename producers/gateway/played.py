@@ -126,8 +126,9 @@ class PlayedRollout:
         session = self.session
         if agent is not None and agent not in session.agents:
             raise Refusal(400, f"agent: {agent!r} is unknown; known agents: {', '.join(session.agents)}", param="agent")
-        if step_index is not None and not session.has_step(step_index):
-            raise Refusal(400, f"step_index: step {step_index} is not recorded; give one that is", param="step_index")
+        if step_index is not None and not self._is_call(step_index):
+            message = f"step_index: step {step_index} is not a model call of this rollout; give the `step_index` that"
+            raise Refusal(400, f"{message} the response to the call has beside `version`", param="step_index")
         if len(self._rewards) >= MAX_REWARDS:
             raise Refusal(400, f"rollout {session.rollout_id} has {MAX_REWARDS} rewards already; give fewer")
         self._rewards[key] = value
@@ -260,6 +261,9 @@ class PlayedRollout:
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._working.discard(task)
         retrieve_exception(task)  # the client may have hung up
+
+    def _is_call(self, step_index: int) -> bool:
+        return self.session.has_step(step_index) and self.session.step(step_index).event_type == "LLM_END"
 
     async def _give(self, value: float, name: str, step_index: int | None, agent: str | None) -> None:
         await self.session.reward(value, name, step_index, agent)

@@ -212,6 +212,7 @@ class RemoteRollout:
     ) -> None:
         """Reward the whole, a step or an agent; the same again changes nothing.
 
+        `step_index`: of a call, which its answer has beside `version` (of `chat`: in `choices[i].logprobs`).
         Raises GatewayError: `value` is not finite, differs from the recorded one, or comes after the end.
         """
         await self._requests.post(

@@ -8,7 +8,7 @@ import functools
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from rollstream.producers.engines.base import Engine, Generation, Tokenizer
@@ -175,9 +175,9 @@ class RolloutModel:
     def _answer(self, agent: str, reply: Reply, stop: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> Answer:
         generation, group = reply.generation, self.session.model_group(agent)
         if generation is None:  # a scripted opponent's
-            return Answer(reply.text, (), (), (), (), "stop", (), group, 0)
+            return Answer(reply.text, (), (), (), (), "stop", (), group, 0, step_index=reply.step_index)
         tokenizer = self._engine.tokenizer(group)
-        return answer_of(
+        found = answer_of(
             generation,
             tokenizer,
             model_group=group,
@@ -188,6 +188,7 @@ class RolloutModel:
             is_cut=stop_length(generation, tokenizer, stop) is not None,
             parse=self._parse(agent, reply.prompt, tools),
         )
+        return replace(found, step_index=reply.step_index)
 
     def _parse(self, agent: str, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Parse | None:
         return self.session.parser(agent, prompt_ids, tools) if tools else None

@@ -1,8 +1,8 @@
 """OpenAI's chat completions as values: what answers and streams look like (requests: `requests`). Pure.
 
-Beside OpenAI's keys `choices[i].logprobs` holds `prompt_token_ids`, `token_ids`, `model_group` and `version`, so that
-whoever keeps the answer keeps what a learner needs. `logprobs.content` has one entry for each of `token_ids`, and is
-null for an engine without log-probabilities.
+Beside OpenAI's keys `choices[i].logprobs` holds `prompt_token_ids`, `token_ids`, `model_group`, `version` and, of a
+rollout's call, `step_index`, so that whoever keeps the answer keeps what a learner needs.
+`logprobs.content` has one entry for each of `token_ids`, and is null for an engine without log-probabilities.
 
 From a generation to one answer: stop texts, the text without its end token. Pure.
 """
@@ -44,6 +44,8 @@ class Answer:
     """The stop text of the request that ended it."""
     reasoning: str | None = None
     """Reasoning that a renderer separated from the text."""
+    step_index: int | None = None
+    """Index of the rollout's step that records it, for its rewards; None: nothing is recorded."""
 
     @property
     def has_logprobs(self) -> bool:
@@ -186,8 +188,7 @@ def logprobs_of(answer: Answer) -> dict[str, Any]:
         "refusal": None,
         "prompt_token_ids": list(answer.prompt_ids),
         "token_ids": list(answer.token_ids),
-        "model_group": answer.model_group,
-        "version": answer.version,
+        **_source_of(answer),
     }
 
 
@@ -197,9 +198,13 @@ def exact_of(answer: Answer) -> dict[str, Any]:
         "prompt_token_ids": list(answer.prompt_ids),
         "token_ids": list(answer.token_ids),
         "logprobs": list(answer.logprobs),
-        "model_group": answer.model_group,
-        "version": answer.version,
+        **_source_of(answer),
     }
+
+
+def _source_of(answer: Answer) -> dict[str, Any]:
+    step = {} if answer.step_index is None else {"step_index": answer.step_index}
+    return {"model_group": answer.model_group, "version": answer.version, **step}
 
 
 def usage_of(answers: list[Answer]) -> dict[str, int]:

@@ -169,7 +169,7 @@ def test_a_repeated_call_gets_the_recorded_answer_and_equal_calls_without_a_mark
 
 def test_a_reward_counts_once_and_an_invalid_or_late_one_is_refused(tmp_path):
     async def agent(one):
-        await one.chat("a")
+        answer = await one.chat("a")
         await one.reward(1.0)
         await one.reward(1.0)
         assert "cannot become 0.5" in (await one.reward(0.5, status=409))["error"]["message"]
@@ -179,16 +179,20 @@ def test_a_reward_counts_once_and_an_invalid_or_late_one_is_refused(tmp_path):
         await one.post("/reward", b'{"value": 1e999}', status=400)
         for large in (1.1e15, -1e200):
             assert "1000000000000000" in (await one.reward(large, status=400))["error"]["message"]
-        await one.reward(1.0, step_index=7, status=400)
+        for bad in (7, True, "1", 1.0):
+            await one.reward(1.0, step_index=bad, status=400)
+        message = (await one.reward(1.0, step_index=0, status=400))["error"]["message"]  # the step of the claim
+        assert message.startswith("step_index: step 0 is not a model call of this rollout; give the `step_index`")
         await one.reward(1.0, agent="nobody", status=400)
-        await one.reward(0.25, step_index=0, name="process")
+        await one.reward(0.25, step_index=answer["choices"][0]["logprobs"]["step_index"], name="process")
         await one.end()
         await one.end()
         assert (await one.chat("a", status=409))["error"]["code"] == "rollout_ended"
 
     played = play_outside(tmp_path, agent)
     played.assert_complete()
-    assert [(one.name, one.value) for one in played.rewards] == [("reward", 1.0), ("process", 0.25)]
+    given = [(one.name, one.value, one.step_index) for one in played.rewards]
+    assert given == [("reward", 1.0, None), ("process", 0.25, calls_of(played)[0].step_index)]
 
 
 def test_an_invalid_request_is_an_error_in_openais_shape_and_the_rollout_goes_on(tmp_path):

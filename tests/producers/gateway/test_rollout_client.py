@@ -57,7 +57,8 @@ def test_a_claimed_rollout_is_played_with_openais_client_rewarded_and_ended(tmp_
         assert answer["choices"][0]["message"]["content"] == "8"
         await rollout.reward(1.0)
         await rollout.reward(1.0)
-        await rollout.reward(0.5, name="process", step_index=0, agent="agent")
+        step_index = answer["choices"][0]["logprobs"]["step_index"]
+        await rollout.reward(0.5, name="process", step_index=step_index, agent="agent")
 
     played = play_outside(tmp_path, program=playing(play), script=answers("7", "8"), inputs={"question": "3+4=?"})
     played.assert_complete()

@@ -261,9 +261,11 @@ def test_an_answer_without_logprobs_and_versions_is_given_by_every_api_and_again
     assert again[::2] == first[::2]
     assert all("7" in text and '"error":{' not in text for text in first + again)
     chat, completion, response, message = map(json.loads, first[::2])
+    assert [choice["logprobs"]["step_index"] for choice in chat["choices"]] == [1, 2]
     for choice in chat["choices"]:
         assert {key: choice["logprobs"][key] for key in NO_LOGPROBS} == NO_LOGPROBS
     assert completion["choices"][0]["logprobs"]["token_logprobs"] is None
-    for found in (response, message):
-        assert found["rollstream"]["logprobs"] == []
+    assert completion["choices"][0]["logprobs"]["step_index"] == 5
+    for found, step_index in ((response, 7), (message, 9)):
+        assert (found["rollstream"]["logprobs"], found["rollstream"]["step_index"]) == ([], step_index)
         assert (found["rollstream"]["model_group"], found["rollstream"]["version"]) == (GROUP, 0)
