@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from rollstream.producers.evaluators import matching
 from rollstream.producers.rollout.reply import content_text, text_of
 from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, RewardError, RewardFunction
+from rollstream.producers.rollout.scored_answers import is_call
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import (
     Evaluator,
@@ -49,7 +50,7 @@ _FENCED = re.compile(r"\A```[^\n]*\n(.*?)\n?```\Z", re.DOTALL)
 
 
 def final_answer(location: str, rollout: FinishedRollout, agent: str | None = None) -> str:
-    """The text that a rollout came to: what its workflow returned, else what the agent said last.
+    """The text that a rollout came to: what its workflow returned, else what the agent's client got last.
 
     `agent`: whose answer; None: that of the agent that answered last. Raises NoScoreError if there is none.
     """
@@ -57,7 +58,7 @@ def final_answer(location: str, rollout: FinishedRollout, agent: str | None = No
         output = (step.data or {}).get("output")
         if agent is None and step.event_type == WORKFLOW_END and output is not None:
             return _text(output)
-        if step.event_type == "LLM_END" and agent in (None, step.agent):
+        if is_call(step) and agent in (None, step.agent):
             messages = rollout.messages.get(step.agent, ())
             content = messages[-1].get("content") if messages and messages[-1].get("role") == "assistant" else None
             text = None if content is None else content_text(content)

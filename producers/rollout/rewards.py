@@ -40,7 +40,9 @@ class FinishedRollout:
     rewards: tuple[RewardRecorded, ...]
     """Those of the environment and of the reward functions before this one."""
     messages: Mapping[str, tuple[Mapping[str, Any], ...]]
-    """Messages of each agent's last call, and the answer, by agent."""
+    """Messages of each agent's last call by step index, and the answer without its stop text, by agent; a label
+    (`session.relabel`) is not an answer.
+    """
     stop_reason: str
 
 

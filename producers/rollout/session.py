@@ -36,7 +36,7 @@ from rollstream.producers.rollout.reply import (
     plain,
     plain_messages,
 )
-from rollstream.producers.rollout.rewards import RewardError, check_target, finite
+from rollstream.producers.rollout.rewards import RewardError, check_target, finite, played
 from rollstream.producers.rollout.user_code import refused_with_pause
 from rollstream.schemas import ids
 from rollstream.schemas.errors import EnvironmentRunError, PromptRefusedError, describe
@@ -91,8 +91,6 @@ class Session:
         """Store of the artifacts that the task's inputs name."""
         self.failure: Failure | None = None
         """Cause and message of the first failure that is not the environment's to forgive."""
-        self.messages: dict[str, tuple[Message, ...]] = {}
-        """Messages of each agent's last answered call, and the answer, by agent."""
         self._task = task
         self._settings = task.settings
         self._engine = engine
@@ -110,6 +108,9 @@ class Session:
         """Turns so far, of all agents: levels of the tree whose leaves are the members."""
         self.recorded, self.rewarded = (journal.steps, journal.rewards) if is_continued else ((), ())
         """Steps and rewards of another process that this one continues; `replies`: the answers among the steps."""
+        self._last_answers = scored_answers.LastAnswers(played(self.recorded))
+        self.messages = self._last_answers.messages
+        """Messages of each agent's last answered call, and the answer as its client got it, by agent."""
         self.replies = self._restored()
 
     async def chat(self, messages: Sequence[Message], agent: str = "agent", tools: Sequence[Any] = ()) -> Reply:
@@ -181,18 +182,19 @@ class Session:
         if (text := label) is None:  # no later call goes on from a label, and nobody scores it
             conversation, stop = self._conversations[agent], () if asked is None else asked.stop
             text = conversation.append_sampled(step_index, prompt, generation.token_ids, stop)
-            self.messages[agent] = (*sent, {"role": "assistant", "content": text})
-        await self._journal.record_step(
+        flags = ({} if label is None else {scored_answers.LABEL: True}) | (UNTRAINED if agent in self.opponents else {})
+        step = await self._journal.record_step(
             step_index,
             began_ms=began_ms,
             agent=agent,
             event_type="LLM_END",
             name=group,
-            metadata=metadata_of(asked, UNTRAINED if agent in self.opponents else {}),
+            metadata=metadata_of(asked, flags),
             data={"input": sent, "output": text} | ({} if asked is None else asked.data),
             usage_info=usage_of(prompt, generation),
             llm=recorded_call(prompt, generation),
         )
+        self._last_answers.add(step)
         return Reply(text, step_index, generation.finish_reason, prompt.token_ids, generation, began_ms)
 
     async def score(
@@ -217,9 +219,8 @@ class Session:
                 is_selected=index == selected,
             )
             step_index, now_ms = self._journal.open_step(), self._journal.clock()
-            await self._journal.record_step(step_index, began_ms=now_ms, agent=agent, **fields)
-        played: dict[str, Any] = self._journal.step(replies[selected].step_index).data or {}
-        self.messages[agent] = (*played["input"], {"role": "assistant", "content": played["output"]})
+            step = await self._journal.record_step(step_index, began_ms=now_ms, agent=agent, **fields)
+            self._last_answers.add(step)
 
     @refused_with_pause
     async def tool(self, name: str, input: Any, output: Any, agent: str = "agent") -> int:
@@ -247,11 +248,9 @@ class Session:
         conversation = self._conversation(agent, playing.model_group)
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
         reading = read_step(step, step_index, playing, conversation, self._tokenizer(playing.model_group))
-        if step.event_type == "LLM_END":
-            self.messages.pop(agent, None)  # earlier messages do not answer this call
-            if step.chat is not None:
-                self.messages[agent] = (*step.chat.messages, step.chat.answer)
-        await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields_of(step, reading))
+        fields = fields_of(step, reading)
+        recorded = await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields)
+        self._last_answers.add_recorded(recorded, step.chat)
         return step_index
 
     @refused_with_pause
@@ -319,7 +318,6 @@ class Session:
     def _restored(self) -> dict[int, Reply]:
         def prompt(step: StepRecorded) -> tuple[str, str]:
             data: Any = step.data or {}
-            self.messages[step.agent] = (*data["input"], {"role": "assistant", "content": data["output"]})
             asked, tokenizer = CallOptions.of(step), self._tokenizer(self.model_group(step.agent))
             return rendered(data["input"], tokenizer, asked), history_of(data["input"], asked)
 
@@ -379,9 +377,9 @@ class Session:
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
         assert self._play is not None, "nobody plays scripted opponents"
         text = self._play(self, sent, agent, player.removeprefix(ids.SCRIPTED))
-        self.messages[agent] = (*sent, {"role": "assistant", "content": text})
         fields: dict[str, Any] = {"name": player, "metadata": dict(UNTRAINED), "data": {"input": sent, "output": text}}
-        await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, event_type="LLM_END", **fields)
+        fields |= {"event_type": "LLM_END", "agent": agent}
+        self._last_answers.add(await self._journal.record_step(step_index, began_ms=began_ms, **fields))
         return Reply(text, step_index, "stop")
 
     async def _demonstration(self, messages: list[Message], agent: str, group: str) -> Generation:

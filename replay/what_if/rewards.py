@@ -15,7 +15,7 @@ from rollstream.producers.evaluators.table import read, reward_of
 from rollstream.producers.league.draw import is_opponents
 from rollstream.producers.rollout.reply import MAX_TURNS
 from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, check_own, evaluate, played, unscored
-from rollstream.producers.rollout.scored_answers import is_played
+from rollstream.producers.rollout.scored_answers import LastAnswers
 from rollstream.replay.assembly import Range
 from rollstream.replay.what_if.plan import OF_REWARDS
 from rollstream.schemas import ids
@@ -173,7 +173,7 @@ async def _rewards(
     replaced = set(grading.before.rewards) - kept
     rewards = [reward for _, reward in sorted(attempt.first_rewards.items()) if reward.name not in replaced]
     own = tuple(rewards)
-    inputs, messages = _inputs(grading, ended.group_id), _messages(_copied(steps))
+    inputs, messages = _inputs(grading, ended.group_id), LastAnswers(_copied(steps)).messages
     for name in (name for name in grading.now.rewards if name not in kept):
         rollout = FinishedRollout(
             inputs=inputs,
@@ -219,21 +219,6 @@ def _check_scored(
             f"rollout {ended.rollout_id}: the what-if gives no reward to {', '.join(without)} (one of weight 0 "
             "does not count); name a reward function or evaluator that scores them (finetuning.reward_function.name)"
         )
-
-
-def _messages(steps: Iterable[StepRecorded]) -> dict[str, tuple[Mapping[str, Any], ...]]:
-    """Messages of each agent's last call, and the answer, by agent; of scored candidates, those of the one that was
-    played.
-    """
-    found: dict[str, tuple[Mapping[str, Any], ...]] = {}
-    for step in steps:
-        if (step.event_type == "LLM_END" or is_played(step)) and isinstance(step.data, dict):
-            recorded_input: Any = step.data.get("input") or []
-            sent: list[Any] = (
-                recorded_input if isinstance(recorded_input, list) else [{"role": "user", "content": recorded_input}]
-            )
-            found[step.agent] = (*sent, {"role": "assistant", "content": step.data.get("output")})
-    return found
 
 
 def _reward(ended: RolloutEnded, index: int, name: str, agent: str | None, value: float) -> RewardRecorded:

@@ -124,7 +124,7 @@ def scores_ann(rollout):
     return {"ann": 1.0}
 
 
-def test_a_reward_of_weight_0_is_no_score(play):
+def test_a_reward_of_weight_0_does_not_score_an_agent(play):
     @register_environment("test_rewards_both")
     async def both(session):
         for agent in ("ann", "bob"):

@@ -10,6 +10,9 @@ import pytest
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.recorded.tasks import tasks_of
 from rollstream.producers.attempt import run_rollout
+from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.scripted import ScriptedEngine
+from rollstream.producers.evaluators.builtin import final_answer
 from rollstream.producers.rollout.registry import register_environment, register_reward
 from rollstream.producers.rollout.rewards import FinishedRollout, NoScoreError, RewardError
 from rollstream.producers.rollout.session import Session
@@ -251,8 +254,41 @@ async def rewards_all(session: Session) -> None:
 
 
 @pytest.mark.parametrize("rewards", [(), ("test_of_the_agent",)])
-def test_a_reward_of_weight_0_is_no_score(rewards: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_reward_of_weight_0_does_not_score_an_agent(rewards: tuple[str, ...], tmp_path: Path) -> None:
     task = task_of("test_rewards_all", agents={"agent": GROUP, "other": GROUP}, rewards=rewards)
     changes = {"rewards": ("test_of_the_agent",), "reward_weights": {"*": 0.0, "test_of_the_agent": 1.0}}
     with pytest.raises(NoScoreError, match="gives no reward to other"):
         asyncio.run(what_if(task, tmp_path, **changes))
+
+
+@register_environment("test_answers_out_of_order")
+async def answers_out_of_order(session: Session) -> None:
+    ask = [{"role": "user", "content": "?"}]
+    await asyncio.gather(session.chat(ask), session.chat(ask))
+    await session.relabel(ask, "label")
+
+
+@register_reward("test_last_answer")
+def last_answer(rollout: FinishedRollout) -> float:
+    SEEN.append((str(rollout.messages["agent"][-1]["content"]), final_answer("", rollout)))
+    return 1.0
+
+
+def test_the_last_answer_is_that_of_the_last_call_and_not_a_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, second = ScriptedEngine.generate, list[asyncio.Event]()
+
+    async def first_is_slow(self: ScriptedEngine, request: GenerationRequest) -> Generation:
+        if not second:
+            second.append(asyncio.Event())
+            await second[0].wait()
+        found = await generate(self, request)
+        second[0].set()
+        return found
+
+    monkeypatch.setattr(ScriptedEngine, "generate", first_is_slow)
+    SEEN.clear()
+    task = task_of("test_answers_out_of_order", rewards=("test_last_answer",))
+    asyncio.run(what_if(task, tmp_path, reward_weights={"test_last_answer": 2.0}))
+    assert SEEN == [("plays", "plays")] * 2
