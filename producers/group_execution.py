@@ -257,7 +257,7 @@ class GroupExecution:
             reward_weights=settings.reward_weights,
             void_cause=void_cause,
             owner=self._producer.name,
-            revision=2,
+            revision=3,
             **seats_of(task)._asdict(),
         )
 

@@ -55,7 +55,7 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
         sums = sum_rewards(rewards, agent, started.reward_weights)
         keep_finish_reasons = started.revision >= 2
         sequences = join_calls(calls, keep_finish_reasons=keep_finish_reasons)
-        dead = dead_branches(calls) if started.drop_dead_branches else None
+        dead = dead_branches(calls, started.revision) if started.drop_dead_branches else None
         if dead:
             sequences = join_calls(calls, keep_finish_reasons=keep_finish_reasons, without=dead)
         num_tokens += sum([tokens.count(sequence.token_ids) for sequence in sequences])

@@ -126,9 +126,10 @@ class GroupStarted(GroupEvent):
     agents: dict[str, str] = Field(default_factory=dict)
     void_cause: str | None = None
     owner: str = ""
-    revision: Literal[1, 2] = added(1)
+    revision: Literal[1, 2, 3] = added(1)
     """Rules by which the group is assembled; a recorded group keeps its own. Since 2, trajectories name the finish
-    reasons of their completions, and outcomes the stop reasons of their attempts.
+    reasons of their completions, and outcomes the stop reasons of their attempts. Since 3, equal calls that were
+    sampled side by side are dead branches unless a later call goes on from them, or all of them are alive.
     """
     opponents: dict[str, str] = added({})
     """Players by seat, for the seats (agents) that are not in `agents` and are not trained."""

@@ -94,7 +94,7 @@ def test_a_branch_that_nothing_goes_on_from_is_left_out():
     assert (ids_of(first), spans(first)) == ([1, 2], [(0, 1, 1)])
     assert list(decode_floats(first.logprobs or "")) == [-2]
     assert (ids_of(second), spans(second)) == ([1, 2, 3, 5, 6, 7], [(2, 3, 1), (4, 5, 1)])
-    assert dead_branches(steps[:3]) == {1}
+    assert dead_branches(steps[:3], revision=2) == {1}
     assert dead_branches(steps[:2]) == dead_branches([]) == frozenset()
 
 
@@ -110,6 +110,24 @@ def test_of_each_conversation_the_last_call_lives_and_those_whose_text_is_used()
     assert dead_branches([*talk, rejected, summary, using]) == frozenset()
     assert dead_branches([call(0, [1, 5], [2]), call(1, [7], [8], prefix=prefix(0, [1]))]) == frozenset()
     assert dead_branches([call(0, [1, 5], [2]), call(1, [], [8], prefix=prefix(0, [1, 5]))]) == {0}
+
+
+def test_calls_sampled_side_by_side_live_together_unless_one_of_them_is_continued():
+    first = [call(index, [1], [index]) for index in (2, 3, 4)]
+    after = call(5, [6], [7], prefix=prefix(2, [1, 2]))
+    assert dead_branches(first) == dead_branches(first, revision=2) == dead_branches([*first, after], 2) == frozenset()
+    assert dead_branches([*first, after]) == {3, 4}
+    assert [spans(one) for one in join_calls([*first, after], without={3, 4})] == [[(2, 1, 1), (5, 3, 1)]]
+    other = call(6, [8], [9], prefix=prefix(3, [1, 3]))
+    assert dead_branches([*first, after, other]) == {4}
+    again = call(5, [], [7], prefix=prefix(4, [1]))
+    assert dead_branches([*first, again]) == {2, 3, 4}
+    second = [call(index, [6], [index], prefix=prefix(2, [1, 2])) for index in (5, 6)]
+    assert dead_branches([*first[:1], *second]) == frozenset()
+    assert dead_branches([*first[:1], *second], revision=2) == {5}
+    third = call(7, [8], [9], prefix=prefix(5, [1, 2, 6, 5]))
+    assert dead_branches([*first[:1], *second, third]) == {6}
+    assert dead_branches([*first[:1], *second, call(7, [8], [9], uses=(6,))]) == {5}
 
 
 def test_prompts_with_a_common_beginning_are_looked_at_a_few_times_each_however_many_name_the_one_before():
