@@ -222,6 +222,28 @@ def test_a_reward_that_a_function_gave_before_a_kill_counts_once(tmp_path, num_r
 
 
 ASK = [{"role": "user", "content": "3+4="}]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_final_answer_is_without_its_stop_text_after_a_kill_too(tmp_path, is_killed):
+    async def agent(one):
+        await one.chat("a", stop=["cd"])
+        if is_killed:
+            raise Killed
+        await one.end()
+
+    async def end(one):
+        await one.end()
+
+    evaluators = {"right": {"_type": "exact_match"}}
+    scored: dict[str, Any] = {"rewards": ("right",), "evaluators": evaluators, "inputs": {"answer": "ab"}}
+    played = play_outside(tmp_path, agent, script=answers("abcdef"), **scored)
+    if is_killed:
+        played = play_outside(tmp_path, end, before=played, **scored)
+    (call,) = [step for step in played.steps if step.llm is not None]
+    assert (call.data["output"], [reward.value for reward in played.rewards]) == ("abcd", [1.0])
+
+
 APIS: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": ASK, "tools": [{"type": "function", "function": {"name": "add"}}], "n": 2},
     "completions": {"prompt": "3+4=", "logprobs": 1, "stop": ["!"]},
