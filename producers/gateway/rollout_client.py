@@ -150,8 +150,9 @@ class _Requests:
 class RemoteRollout:
     """A rollout that this process plays; as a context manager it is ended with the block.
 
-    An exception in the block fails the rollout and goes on, except TurnsExhausted (also of a TaskGroup's tasks), which
-    ends it as it ends an agent within the producers. A cancelled block leaves the rollout to its timeout.
+    An exception in the block (also SystemExit) fails the rollout and goes on, except TurnsExhausted (also of a
+    TaskGroup's tasks), which ends it as it ends an agent within the producers. A cancelled block leaves the rollout to
+    its timeout.
     """
 
     def __init__(self, task: RolloutTask, base_url: str, key: str, retries: Retries | None = None) -> None:
@@ -189,7 +190,7 @@ class RemoteRollout:
         try:
             if error is None or is_exhaustion(error):
                 await self.end()
-            elif isinstance(error, Exception):
+            elif isinstance(error, Exception | SystemExit):
                 await self._fail(error)
         finally:
             await self.close()
@@ -227,7 +228,7 @@ class RemoteRollout:
         """End the connections, for callers outside an `async with` block; the rollout stays open."""
         await self._requests.close()
 
-    async def _fail(self, error: Exception) -> None:
+    async def _fail(self, error: BaseException) -> None:
         try:
             await self.end(conceal(describe(error), f"${{{KEY_VARIABLE}}}", {KEY_VARIABLE: self.key}))
         except RollstreamError as unsent:  # the agent's own error goes on and says more

@@ -173,18 +173,19 @@ def test_turns_that_run_out_in_a_group_of_tasks_end_the_rollout_unless_another_t
     assert getattr(last, "cause", "") == ("environment_error" if others else "")
 
 
-def test_an_exception_in_the_block_fails_the_rollout_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [LookupError, SystemExit])
+def test_an_exception_in_the_block_fails_the_rollout_and_goes_on(tmp_path: Path, kind: type[BaseException]) -> None:
     async def play(rollout: RemoteRollout) -> None:
         await rollout.chat([{"role": "user", "content": "a"}])
-        raise LookupError("no such table: apples")
+        raise kind("no such table: apples")
 
     async def program(workspace: Path) -> None:
-        with pytest.raises(LookupError, match="apples"):
+        with pytest.raises(kind, match="apples"):
             await playing(play)(workspace)
 
     last = play_outside(tmp_path, program=program).last
     assert isinstance(last, RolloutFailed)
-    assert "the agent reported: LookupError" in last.message
+    assert f"the agent reported: {kind.__name__}" in last.message
     assert "no such table: apples" in last.message
 
 
