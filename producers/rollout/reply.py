@@ -236,8 +236,12 @@ class Demonstrator(Protocol):
 
 async def demonstrated(demonstrator: Demonstrator, session: Any, messages: Sequence[Message], agent: str) -> str:
     """The demonstrator's answer. Raises what it raises, and EnvironmentRunError for anything but text."""
-    text = demonstrator.demonstrate(session, messages, agent)
-    text = await text if inspect.isawaitable(text) else text
+    return await text_given("demonstrate()", demonstrator.demonstrate(session, messages, agent))
+
+
+async def text_given(method: str, given: Any) -> str:
+    """The text that an environment's method returned, or an awaitable of it. Raises EnvironmentRunError for no text."""
+    text = await given if inspect.isawaitable(given) else given
     if not isinstance(text, str):
-        raise EnvironmentRunError(f"demonstrate() returned a {type(text).__name__}; expected text")
+        raise EnvironmentRunError(f"{method} returned a {type(text).__name__}; expected text")
     return text

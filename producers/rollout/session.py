@@ -35,6 +35,7 @@ from rollstream.producers.rollout.reply import (
     demonstrated,
     plain,
     plain_messages,
+    text_given,
 )
 from rollstream.producers.rollout.rewards import RewardError, check_target, finite, played
 from rollstream.producers.rollout.user_code import refused_with_pause
@@ -68,7 +69,7 @@ class Session:
         demonstrator: Demonstrator,
         artifacts: ArtifactStore | None = None,
         opponents: Mapping[str, str] | None = None,
-        play_scripted: Callable[["Session", Sequence[Message], str, str], str] | None = None,
+        play_scripted: Callable[["Session", Sequence[Message], str, str], Any] | None = None,
         gateway: Gateway | None = None,
         is_continued: bool = False,
     ) -> None:
@@ -376,7 +377,7 @@ class Session:
         sent = plain_messages(messages)
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
         assert self._play is not None, "nobody plays scripted opponents"
-        text = self._play(self, sent, agent, player.removeprefix(ids.SCRIPTED))
+        text = await text_given("play_scripted()", self._play(self, sent, agent, player.removeprefix(ids.SCRIPTED)))
         fields: dict[str, Any] = {"name": player, "metadata": dict(UNTRAINED), "data": {"input": sent, "output": text}}
         fields |= {"event_type": "LLM_END", "agent": agent}
         self._last_answers.add(await self._journal.record_step(step_index, began_ms=began_ms, **fields))

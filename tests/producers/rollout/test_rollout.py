@@ -11,6 +11,7 @@ import pytest
 from rollstream.producers import attempt as rollout
 from rollstream.producers.attempt import run_rollout
 from rollstream.producers.engines.scripted import ScriptedEngine
+from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.schemas import tokens
 from rollstream.schemas.errors import EnvironmentRunError, LogError, ModelError
@@ -49,6 +50,45 @@ def test_a_demonstration_has_text_and_tokens_but_no_logprobs(play):
         assert step.llm.spans == ()
         assert tokens.decode_ids(step.llm.completion_ids)[-1] == 1
         assert step.data["output"].isdigit()
+
+
+class Answering(Environment):
+    """Its demonstrator and its scripted player answer what the task's inputs hold."""
+
+    SCRIPTED = ("bot",)
+
+    async def run(self, session):
+        assert (await session.chat(HELLO)).text == "7"
+        await session.reward(1.0)
+
+    def demonstrate(self, session, messages, agent):
+        return session.inputs["answer"]
+
+    async def play_scripted(self, session, messages, agent, player):
+        return session.inputs["answer"]
+
+
+register_environment("test_answers_from_inputs")(Answering)
+
+
+@pytest.mark.parametrize("answer", ["7", None, 5, {"a": 1}])
+def test_a_scripted_player_may_be_async_and_answers_with_text(tmp_path, answer):
+    events = []
+
+    async def emit(event):
+        events.append(event)
+
+    async def scenario():
+        task = task_of("test_answers_from_inputs", inputs={"answer": answer})
+        engine, players = await scripted(tmp_path), {"agent": "scripted:bot"}
+        await run_rollout(task, member=0, attempt=0, engine=engine, emit=emit, clock=lambda: 1, players=players)
+
+    asyncio.run(scenario())
+    if answer == "7":
+        assert isinstance(events[-1], RolloutEnded)
+    else:
+        expected = f"play_scripted() returned a {type(answer).__name__}; expected text"
+        assert (events[-1].cause, expected in events[-1].message) == ("environment_error", True)
 
 
 def test_an_unknown_environment_fails_as_data(play):
