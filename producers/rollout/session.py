@@ -393,7 +393,8 @@ class Session:
 
     def _encoded(self, text: str, group: str) -> Generation:
         tokenizer = self._engine.tokenizer(group)
-        return Generation((*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id), (), (), "stop")
+        token_ids, end = tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id
+        return Generation((*token_ids, *([] if token_ids[-1:] == [end] else [end])), (), (), "stop")
 
     def _engine_failed(self, error: Exception) -> None:
         self.failure = self.failure or Failure("engine_error", describe(error), error)

@@ -71,6 +71,13 @@ class Answering(Environment):
 register_environment("test_answers_from_inputs")(Answering)
 
 
+def test_a_demonstration_that_has_the_end_token_gets_no_second_one(play):
+    for answer in ("7", "7<end>"):
+        played = play(task_of("test_answers_from_inputs", policy="demonstration", inputs={"answer": answer}))
+        played.assert_complete()
+        assert tokens.decode_ids(played.steps[0].llm.completion_ids).tolist().count(1) == 1
+
+
 @pytest.mark.parametrize("answer", ["7", None, 5, {"a": 1}])
 def test_a_scripted_player_may_be_async_and_answers_with_text(tmp_path, answer):
     events = []
