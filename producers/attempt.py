@@ -24,6 +24,7 @@ from rollstream.schemas.base import Event
 from rollstream.schemas.errors import (
     ConfigError,
     NotAllowedError,
+    PromptRefusedError,
     RollstreamError,
     called_at,
     describe,
@@ -240,6 +241,8 @@ class _AttemptRunner:
             return self._left_open() if self._journal.num_open else None
         if isinstance(error, rewards.RewardError):
             return Failure("reward_error", message_of(error), error)
+        if isinstance(error, PromptRefusedError):
+            return Failure("engine_error", describe(error), error)
         text = _with_location(error) if isinstance(error, RollstreamError) else describe(error)
         return Failure("environment_error", f"{self._doing}: {text}", error)
 

@@ -132,7 +132,7 @@ class Session:
         """`num` answers to the same messages, sampled side by side; together they are one turn.
 
         A later call goes on from the answer that its messages hold. Raises what `chat` raises. `asked`: what a program
-        outside asked for; then a prompt that the model cannot take is recorded as refused, and fails no rollout.
+        outside asked for. A prompt that the model cannot take is recorded as refused, and fails no rollout if caught.
         """
         group = self.model_group(agent)
         if group.startswith(ids.SCRIPTED):
@@ -148,7 +148,7 @@ class Session:
         except PromptRefusedError as error:
             fields: dict[str, Any] = {"name": REFUSED_CALL, "metadata": metadata_of(asked, {})}
             fields |= {"event_type": "CUSTOM_END", "data": {"input": sent, "output": conceal(str(error))}}
-            for step_index in step_indices if asked is not None else ():
+            for step_index in step_indices:
                 await self._journal.record_step(step_index, began_ms=began_ms, agent=agent, **fields)
             raise
         return [
@@ -367,7 +367,7 @@ class Session:
             generation = as_recorded(await self._engine.generate(request), group)
             check_generation(generation)
         except Exception as error:
-            if asked is None or not isinstance(error, PromptRefusedError):
+            if not isinstance(error, PromptRefusedError):
                 self._engine_failed(error)
             raise
         return generation if asked is None else asked.cut(generation, self._tokenizer(group))

@@ -1,6 +1,7 @@
 """Tool calls of a session's own chat: parsed as the gateway's are, and given back token for token."""
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from rollstream.producers.engines.scripted import ScriptedTokenizer
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.schemas import tokens
-from tests.producers.conftest import answers, scripted, task_of
+from rollstream.schemas.errors import PromptTooLongError
+from tests.producers.conftest import GROUP, answers, scripted, task_of
 from tests.producers.gateway.gateway_rig import play_outside
 from tests.rigs.families import glm_tokenizer, qwen3_tokenizer
 
@@ -158,3 +160,22 @@ def test_calls_of_an_example_that_the_model_did_not_write_are_rendered_as_object
     (message,) = (one for one in rendered[-1] if one["role"] == "assistant")
     assert message["content"] == ""
     assert message["tool_calls"][0]["function"]["arguments"] == {"a": 3}
+
+
+@pytest.mark.parametrize("tools", [(), (TOOL,)])
+@pytest.mark.parametrize("is_caught", [True, False])
+def test_a_prompt_that_is_too_long_fails_the_attempt_unless_it_is_caught(play, tmp_path, tools, is_caught):
+    @register_environment("test_asks_too_much")
+    async def asks(session):
+        with contextlib.suppress(*([PromptTooLongError] if is_caught else [])):
+            await session.chat([{"role": "user", "content": "x" * 500}], tools=tools)
+        await session.chat([QUESTION], tools=tools)
+        await session.reward(1.0)
+
+    engine = asyncio.run(scripted(tmp_path, max_length=100))
+    played = play(task_of("test_asks_too_much", sampling={"max_new_tokens": 5}), engine=engine)
+    if is_caught:
+        played.assert_complete()
+        assert [step.name for step in played.steps] == ["refused_call", GROUP]
+    else:
+        assert played.last.cause == "engine_error"
