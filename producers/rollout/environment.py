@@ -45,8 +45,10 @@ class Environment(ABC):
         """Whether `demonstrate` answers; a warm start needs it."""
         return getattr(self.demonstrate, "__func__", None) is not Environment.demonstrate
 
-    def play_scripted(self, session: Session, messages: Sequence[Message], agent: str, player: str) -> str:
-        """Answer of one of its `SCRIPTED` players to `messages` in an agent's seat."""
+    def play_scripted(
+        self, session: Session, messages: Sequence[Message], agent: str, player: str
+    ) -> str | Awaitable[str]:
+        """Answer of one of its `SCRIPTED` players to `messages` in an agent's seat; the method may be async."""
         raise EnvironmentRunError(
             f"environment {type(self).__name__} has no scripted player {player!r}; define "
             "it in SCRIPTED and play_scripted()"

@@ -240,8 +240,8 @@ def test_the_final_answer_is_without_its_stop_text_after_a_kill_too(tmp_path, is
     played = play_outside(tmp_path, agent, script=answers("abcdef"), **scored)
     if is_killed:
         played = play_outside(tmp_path, end, before=played, **scored)
-    (call,) = [step for step in played.steps if step.llm is not None]
-    assert (call.data["output"], [reward.value for reward in played.rewards]) == ("abcd", [1.0])
+    recorded = [step.data and step.data["output"] for step in played.steps if step.llm is not None]
+    assert (recorded, [reward.value for reward in played.rewards]) == (["abcd"], [1.0])
 
 
 APIS: dict[str, dict[str, Any]] = {
