@@ -161,6 +161,8 @@ class Conversation:
         """A prompt that is known by its ids, which all stay; the prefix is the longest stretch that it shares."""
         best: tuple[int, int] | None = None
         for step_index, (prompt_ids, completion_ids) in reversed(self._calls.items()):
+            if best is not None and len(prompt_ids) + len(completion_ids) <= best[0]:
+                continue  # no longer than what is shared already: in a long conversation, all calls but the last
             known = prompt_ids + completion_ids
             shared = _num_shared(token_ids, known)
             is_worth_it = shared == len(known) or shared >= MIN_SHARED

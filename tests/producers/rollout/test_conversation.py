@@ -4,6 +4,8 @@ A plain text begins with BOS.
 """
 
 from array import array
+from itertools import accumulate
+from operator import eq, mul
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollstream.producers.engines.base import plain_ids
 from rollstream.producers.engines.scripted import SPECIALS, ScriptedTokenizer
-from rollstream.producers.rollout.conversation import Conversation, Stems
+from rollstream.producers.rollout.conversation import MIN_SHARED, Conversation, Stems
 
 TEXTS = st.text(alphabet="ab\u00e9", max_size=8)
 
@@ -76,3 +78,41 @@ def test_a_plain_text_begins_with_bos_once_and_a_chat_or_a_continued_text_stays_
         *expected,
         *ScriptedTokenizer().encode("cd"),
     ]
+
+
+class Counted(array):
+    """Ids that count how often they are joined with others."""
+
+    num_joined = 0
+
+    def __add__(self, other: "array[int]") -> "array[int]":
+        Counted.num_joined += 1
+        return array("i", self.tolist() + other.tolist())
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2 * MIN_SHARED), st.integers(1, 9)), max_size=12))
+def test_the_longest_shared_stretch_is_found_and_of_equal_ones_the_newest(turns: list[tuple[int, int, int]]) -> None:
+    conversation, calls = Conversation(ScriptedTokenizer()), list[list[int]]()
+    for step, (earlier, kept, num_new) in enumerate(turns):
+        base = calls[earlier % len(calls)] if calls else []
+        prompt_ids = base[: len(base) - kept if kept % 2 else kept] + [step] * num_new
+        shared = [sum(accumulate(map(eq, prompt_ids, ids), mul)) for ids in calls]
+        worth = [(n, at) for at, n in enumerate(shared) if n == len(calls[at]) or n >= MIN_SHARED]
+        prompt = conversation.continue_from_ids(array("i", prompt_ids))
+        found = prompt.prefix and (prompt.prefix.length, prompt.prefix.step_index)
+        assert found == max(worth, default=None)
+        completion = [100 + step] * (MIN_SHARED if num_new % 2 else 1)
+        conversation.append_recorded(step, prompt, array("i", completion))
+        calls.append(prompt_ids + completion)
+
+
+def test_a_prompt_that_continues_the_last_call_is_compared_with_no_other() -> None:
+    conversation, ids, num_turns = Conversation(ScriptedTokenizer()), list[int](), 50
+    Counted.num_joined = 0
+    for turn in range(num_turns):
+        ids = [*ids, turn, turn]
+        prompt = conversation.continue_from_ids(array("i", ids))
+        assert (prompt.prefix.length if prompt.prefix else 0) == 3 * turn
+        conversation.append_recorded(turn, prompt._replace(token_ids=Counted("i", ids)), array("i", [turn]))
+        ids = [*ids, turn]
+    assert Counted.num_joined == num_turns - 1
