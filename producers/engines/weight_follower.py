@@ -64,7 +64,8 @@ class Followed:
     """Reason why the newest version may not be loaded."""
     unloadable: tuple[int, str] | None = None
     """The newest version, if the engine cannot load it, and why; None once a newer one is published."""
-    waiting: "list[tuple[int, asyncio.Future[None]]]" = field(default_factory=list)
+    waiting: "dict[asyncio.Future[None], int]" = field(default_factory=dict)
+    """Version that each waiter wants."""
 
 
 class WeightFollower:
@@ -143,11 +144,11 @@ class WeightFollower:
             group.is_wanted = True
             (self._changed if group.is_known else self._asked).set()
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        group.waiting.append((version, answer))
+        group.waiting[answer] = version
         try:
             await answer
         finally:  # a caller may give up long before anything is loaded
-            group.waiting = [one for one in group.waiting if one[1] is not answer]
+            group.waiting.pop(answer, None)
 
     async def _read(self, reader: LogReader) -> None:
         polling: asyncio.Task[list[Record]] | None = None
@@ -343,18 +344,16 @@ class WeightFollower:
 
 
 def _release(group: Followed, version: int) -> None:
-    for wanted, answer in group.waiting:
+    for answer, wanted in group.waiting.items():
         if wanted <= version and not answer.done():
             answer.set_result(None)
-    group.waiting = [(wanted, answer) for wanted, answer in group.waiting if not answer.done()]
 
 
 def _refuse_waiting(group: Followed, reason: str) -> None:
     group.refusal = reason
-    for _, answer in group.waiting:
+    for answer in group.waiting:
         if not answer.done():
             answer.set_exception(NotAllowedError(reason))
-    group.waiting = []
 
 
 def _fail_waiting(group: Followed, version: int, reason: str) -> None:
@@ -362,10 +361,9 @@ def _fail_waiting(group: Followed, version: int, reason: str) -> None:
     if group.newest is not None and group.newest.version > version:
         return
     group.unloadable = (version, reason)
-    for wanted, answer in group.waiting:
+    for answer, wanted in group.waiting.items():
         if wanted <= version and not answer.done():
             answer.set_exception(ModelError(reason))
-    group.waiting = [(wanted, answer) for wanted, answer in group.waiting if not answer.done()]
 
 
 def _is_collected(group: Followed, published: WeightsPublished, error: RollstreamError) -> bool:

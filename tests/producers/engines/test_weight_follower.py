@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from unittest import mock
 
 import pytest
 
@@ -74,11 +75,18 @@ def test_a_wait_that_is_given_up_leaves_nothing_behind(tmp_path):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.01):
                     await rig.follower.wait_for(GROUP, 0)
-        assert rig.follower._groups[GROUP].waiting == []
-        kept = asyncio.create_task(rig.follower.wait_for(GROUP, 0))
+        group = rig.follower._groups[GROUP]
+        assert group.waiting == {}
+        kept, other = (asyncio.create_task(rig.follower.wait_for(GROUP, 0)) for _ in range(2))
+        await rig.finish_pending()
+        group.waiting = mock.MagicMock(wraps=group.waiting)
+        other.cancel()
+        await asyncio.wait([other])
+        assert [name for name, *_ in group.waiting.mock_calls] == ["pop"], "goes through no other waits"
+        group.waiting = group.waiting._mock_wraps
         await rig.publish(0)
         await kept
-        assert rig.follower._groups[GROUP].waiting == []
+        assert rig.follower._groups[GROUP].waiting == {}
 
     play(tmp_path, story)
 
