@@ -6,7 +6,7 @@ trainer. All randomness comes from seeds derived from example ids, so nothing de
 
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import NamedTuple
@@ -110,6 +110,8 @@ class Permutation(NamedTuple):
 def epoch_permutation(examples: Collection[str], start: int, count: int, seed: int) -> list[str]:
     """`count` examples from index `start` of consecutive epoch permutations, each a seeded permutation of all
     examples."""
+    if examples and start % len(examples) == 0 and count <= len(examples):  # its beginning: not sorted as a whole
+        return nsmallest(count, examples, key=_shuffling(seed, "walk", start // len(examples)))
     return continue_permutation(examples, start, count, seed, None)[0]
 
 
@@ -167,11 +169,17 @@ def choose(
         admitted = _shuffled(admitted, seed, "subsample", epoch)[:size]
     unknown = [example_id for example_id in examples if example_id not in known]
     excluded = _shuffled(set(known).difference(admitted), seed, "excluded", epoch)
-    pool, drawn = [*admitted, *unknown], seeder(seed, "pool", epoch)
+    pool, drawn = [*admitted, *unknown], _shuffling(seed, "pool", epoch)
+
+    def asked_in(name: str) -> int:
+        return last_asked.get(name, -1)
+
     if pool:
-        pool = nsmallest(count, pool, key=lambda name: (last_asked.get(name, -1), drawn(name), name))
+        newest = max(nsmallest(count, map(asked_in, pool)), default=-1)
+        pool = [name for name in pool if asked_in(name) <= newest]  # what was asked for later needs no seed
+        pool = nsmallest(count, pool, key=lambda name: (asked_in(name), drawn(name)))
     else:
-        pool, excluded = sorted(excluded, key=lambda name: last_asked.get(name, -1)), []
+        pool, excluded = sorted(excluded, key=asked_in), []
     return _mix(pool, excluded, settings.explore_share, epoch, count, seed)
 
 
@@ -193,8 +201,13 @@ def _rank(mean: float, settings: CurriculumSettings) -> float:
 
 
 def _shuffled(examples: Iterable[str], seed: int, *purpose: str | int) -> list[str]:
+    return sorted(examples, key=_shuffling(seed, *purpose))
+
+
+def _shuffling(seed: int, *purpose: str | int) -> Callable[[str], tuple[int, str]]:
+    """Sort key of a seeded order of examples."""
     drawn = seeder(seed, *purpose)
-    return sorted(examples, key=lambda example_id: (drawn(example_id), example_id))
+    return lambda example_id: (drawn(example_id), example_id)
 
 
 class _Draw(NamedTuple):

@@ -126,6 +126,8 @@ def _other_examples(run: Run, job: Job, epoch: int, dataset: Dataset, first: int
     others, chosen = dataset.keys() - asked, list[str]()
     for names in (others, asked or dataset.keys()):
         missing = count - len(chosen)
+        if not missing:
+            break
         if settings.enabled and settings.steer:
             found = _chosen(job, names, epoch, missing, seed)
         else:

@@ -176,6 +176,13 @@ def test_epochs_of_one_turn_hash_the_dataset_once(partition):
     assert Hashed.num_hashed <= 2 * 2 * num_examples, "two turns, and those of this test"
 
 
+@given(st.integers(1, 30), st.integers(0, 3), st.integers(0, 40), st.integers(0, 5))
+def test_the_beginning_of_a_permutation_is_that_of_the_whole_one(num, turn, count, seed):
+    examples = {f"x{i:02d}": {} for i in range(num)}
+    whole = continue_permutation(examples, turn * num, num + count, seed, None)[0]
+    assert epoch_permutation(examples.keys(), turn * num, count, seed) == whole[:count]
+
+
 def test_epoch_permutations_differ():
     examples = [f"x{i}" for i in range(20)]
     assert epoch_permutation(examples, 0, 20, 1) != epoch_permutation(examples, 20, 20, 1)
@@ -232,6 +239,16 @@ def test_choosing_ranks_the_pool_by_the_last_request_then_by_the_seeded_order(nu
     pool = sorted(examples, key=lambda name: (last_asked.get(name, -1), derive_seed(seed, "pool", 3, name), name))
     expected = [pool[index % num] for index in range(count)] if num else []
     assert pick_examples({}, examples, last_asked=last_asked, count=count, seed=seed) == expected
+
+
+def test_choosing_hashes_only_the_examples_that_were_not_asked_for_longest():
+    examples = [Hashed(f"x{i:03d}") for i in range(100)]
+    last_asked = {name: index // 5 for index, name in enumerate(examples)}
+    Hashed.num_hashed = 0
+    chosen = pick_examples({}, examples, last_asked=last_asked, count=8)
+    assert Hashed.num_hashed == 10
+    assert set(chosen[:5]) == set(examples[:5])
+    assert set(chosen[5:]) < set(examples[5:10])
 
 
 def test_choosing_does_not_depend_on_the_order_of_the_dataset():
