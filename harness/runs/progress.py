@@ -4,7 +4,8 @@ Used by the driver, by resume and by live progress. Repeated events change nothi
 different topics does not matter (the log keeps the order within a partition).
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -36,6 +37,32 @@ from rollstream.schemas.events import (
 from rollstream.schemas.events.run_states import JobOutcome
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ClosedGroups(Set[str]):
+    """Ids of groups, in sets of which each has more than the next: one more id copies few of them on average."""
+
+    parts: tuple[frozenset[str], ...] = ()
+
+    def with_group(self, group_id: str) -> "ClosedGroups":
+        """These, and one that is not among them."""
+        parts, newest = self.parts, frozenset((group_id,))
+        while parts and len(parts[-1]) <= len(newest):
+            parts, newest = parts[:-1], parts[-1] | newest
+        return ClosedGroups((*parts, newest))
+
+    def __contains__(self, group_id: object) -> bool:
+        return any(group_id in part for part in self.parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain.from_iterable(self.parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+
+NOTHING_CLOSED = ClosedGroups()
+
+
 @dataclass(frozen=True, slots=True)
 class JobProgress:
     """Progress of one job. Epochs and versions are -1 before the first."""
@@ -56,7 +83,7 @@ class JobProgress:
     """The newest trained step."""
     percent: float = 0.0
     has_progressed: bool = False
-    validated: Mapping[int, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
+    validated: Mapping[int, ClosedGroups] = field(default_factory=lambda: MappingProxyType({}))
     """Groups of the newest validation that are closed, by its epoch."""
     skipped: JobSkipped | None = None
     """Instead of `submitted`, of a job that had too little to train on."""
@@ -234,11 +261,11 @@ def _planned(job: JobProgress, event: BatchPlanned) -> JobProgress:
 
 def _validated(job: JobProgress, event: GroupClosed) -> JobProgress:
     """Training groups are not counted: an epoch's seal summarizes them."""
-    known = job.validated.get(event.epoch, frozenset[str]())
+    known = job.validated.get(event.epoch, NOTHING_CLOSED)
     is_newest = event.epoch >= max(job.validated, default=-1)
     if event.purpose != "validation" or event.group_id in known or not is_newest:
         return job
-    return replace(job, validated=MappingProxyType({event.epoch: known | {event.group_id}}))
+    return replace(job, validated=MappingProxyType({event.epoch: known.with_group(event.group_id)}))
 
 
 def _trained(job: JobProgress, event: StepTrained) -> JobProgress:

@@ -13,7 +13,7 @@ from rollstream.harness.config.dataset import Example
 from rollstream.harness.config.file import validation_config
 from rollstream.harness.config.jobs import rollout_settings
 from rollstream.harness.runs.plan import RunPlan
-from rollstream.harness.runs.progress import Progress
+from rollstream.harness.runs.progress import NOTHING_CLOSED, Progress
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.events import RunStarted, TaskRequested
@@ -92,7 +92,7 @@ class Validation:
         assert job.started is not None
         others = sorted(set(self.settings.agents.values()) - {self.spec.model_group})
         time_ms = (job.sealed or job.started).time_ms
-        closed = job.validated.get(epoch, frozenset[str]())
+        closed = job.validated.get(epoch, NOTHING_CLOSED)
         tasks = self.tasks(
             epoch,
             min_version=_planned(progress, self.spec.model_group),
@@ -105,8 +105,7 @@ class Validation:
         """Whether an epoch of the job waits for its validation, so that the evaluation gate judges before its tasks."""
         if self.spec.plan.gate is None or epoch % self.interval:
             return False
-        closed = progress.job(self.spec.job_id).validated.get(epoch, frozenset[str]())
-        return not closed.issuperset(self.group_ids(epoch))
+        return not self._is_closed(epoch, progress)
 
     def is_done(self, progress: Progress) -> bool:
         """Whether the validation after the job's end is over, if the job succeeded."""
@@ -114,7 +113,11 @@ class Validation:
         epoch = self.due_epoch(progress)
         if progress.ended is not None or job.outcome != "succeeded" or epoch is None:
             return True
-        return job.validated.get(epoch, frozenset[str]()).issuperset(self.group_ids(epoch))
+        return self._is_closed(epoch, progress)
+
+    def _is_closed(self, epoch: int, progress: Progress) -> bool:
+        closed = progress.job(self.spec.job_id).validated.get(epoch, NOTHING_CLOSED)
+        return len(closed) >= len(self.examples) and all(group_id in closed for group_id in self.group_ids(epoch))
 
 
 def _planned(progress: Progress, model_group: str) -> int:

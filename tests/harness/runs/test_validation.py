@@ -18,13 +18,21 @@ from rollstream.harness.components.trainer import should_stop_early
 from rollstream.harness.config.dataset import Example
 from rollstream.harness.runs.conductor import Conductor
 from rollstream.harness.runs.driver import is_over
-from rollstream.harness.runs.progress import Progress, evolve
+from rollstream.harness.runs.progress import ClosedGroups, Progress, evolve
 from rollstream.harness.runs.validation import Validation, validation_of
 from rollstream.replay.source import read_run
 from rollstream.replay.verify import verify
 from rollstream.schemas.config import EarlyStopping
 from rollstream.schemas.errors import EnvironmentRunError
-from rollstream.schemas.events import EpochSealed, JobStarted, JobSubmitted, JobSucceeded, RunEnded, TaskRequested
+from rollstream.schemas.events import (
+    EpochSealed,
+    GroupClosed,
+    JobStarted,
+    JobSubmitted,
+    JobSucceeded,
+    RunEnded,
+    TaskRequested,
+)
 from tests.rigs.runs.epochwise_rig import EpochwiseRig, assert_every_attempt_has_one_outcome, configuration
 
 
@@ -54,6 +62,40 @@ def test_a_streamed_run_is_validated_at_every_so_many_epochs_and_after_the_last(
         assert report.differences == []
 
     asyncio.run(scenario())
+
+
+def test_closed_groups_of_a_validation_are_not_all_copied_with_each_further_one() -> None:
+    names = [f"run-1/rl/v00002-abc/t{index * 37 % 64:05d}" for index in range(64)]
+    events = [
+        GroupClosed(
+            run_id="run-1",
+            time_ms=1,
+            group_id=name,
+            example_id="a",
+            job_id="run-1/rl",
+            epoch=2,
+            index=0,
+            purpose="validation",
+            reason="complete",
+            is_viable=True,
+            size=1,
+            members=(),
+        )
+        for name in names
+    ]
+    progress, before, num_copied = Progress("run-1"), ClosedGroups(), 0
+    for number, event in enumerate(events, 1):
+        progress = evolve(progress, event)
+        closed = progress.job("run-1/rl").validated[2]
+        assert (set(closed), len(closed)) == (set(names[:number]), number)
+        num_copied += sum(len(part) for part in closed.parts if part not in before.parts)
+        before = closed
+        assert evolve(progress, events[number // 3]) is progress, "a repeated closing"
+    assert num_copied <= 7 * 64
+    backwards = Progress("run-1")
+    for event in reversed(events):
+        backwards = evolve(backwards, event)
+    assert backwards == progress
 
 
 def test_a_validation_of_its_own_configuration_is_played_by_that(tmp_path: Path) -> None:
