@@ -8,6 +8,7 @@ import asyncio
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic as system_monotonic
@@ -121,32 +122,40 @@ class Pace:
         self._group_s: dict[str, float] = {}
         self._open: dict[str, tuple[str, float]] = {}
         """Job and time of admission by group id; one entry for each group in progress."""
-        self._held: dict[str, str] = {}
-        """Job by group id, for the groups that wait here."""
-        self._changed = asyncio.Event()
+        self._num_open: Counter[str] = Counter()
+        """Groups in progress by job."""
+        self._held: dict[str, dict[asyncio.Future[None], str]] = {}
+        """Ids of the groups that wait here, in order, by job; each is granted its beginning once it may begin."""
 
     async def admit(self, task: TaskRequested) -> None:
         """Return once the group may begin; then `leave` is to be called. Validations are never held back."""
         if self._settings is None or task.purpose == "validation":
             return
-        self._held[task.group_id] = task.job_id
+        if self._may_begin(task.job_id, self._settings):
+            self._begin(task.group_id, task.job_id)
+            return
+        held, granted = self._held.setdefault(task.job_id, {}), asyncio.get_running_loop().create_future()
+        held[granted] = task.group_id
         try:
-            while not self._may_begin(task.job_id, self._settings):
-                await self._changed.wait()
-        finally:
-            del self._held[task.group_id]
-        self._open[task.group_id] = task.job_id, self._monotonic()
+            await granted
+        except asyncio.CancelledError:
+            if granted.cancelled():
+                held.pop(granted, None)
+            else:  # granted meanwhile: the next one may begin
+                self._end(task.group_id)
+            self._wake()
+            raise
 
     def leave(self, group_id: str) -> None:
         """The group is settled, or was never admitted."""
-        job_id, began_s = self._open.pop(group_id, ("", 0.0))
+        job_id, began_s = self._end(group_id)
         if job_id:
             _mean(self._group_s, job_id, self._monotonic() - began_s)
             self._wake()
 
     def retry_after_s(self) -> int | None:
         """Seconds until the learner has probably trained a batch; None if no group is held back."""
-        planned = [self._planned[job_id] for job_id in self._held.values() if job_id in self._planned]
+        planned = [self._planned[job_id] for job_id in self._held if job_id in self._planned]
         waits_s = [self._train_s.get(one.model_group, 1.0) for one in planned]
         return min(60, max(1, math.ceil(min(waits_s)))) if waits_s else None
 
@@ -192,12 +201,35 @@ class Pace:
             train_s=self._train_s.get(group, 0.0),
             groups_per_batch=planned.num_groups,
         )
-        num_open = sum(job == job_id for job, _ in self._open.values())
-        return allowed is None or num_open < math.ceil(allowed / settings.num_producers)
+        return allowed is None or self._num_open[job_id] < math.ceil(allowed / settings.num_producers)
+
+    def _begin(self, group_id: str, job_id: str) -> None:
+        self._end(group_id)
+        self._open[group_id] = job_id, self._monotonic()
+        self._num_open[job_id] += 1
+
+    def _end(self, group_id: str) -> tuple[str, float]:
+        """Job and time of admission; no job if the group was not in progress."""
+        job_id, began_s = self._open.pop(group_id, ("", 0.0))
+        if job_id:
+            self._num_open[job_id] -= 1
+            if not self._num_open[job_id]:
+                del self._num_open[job_id]
+        return job_id, began_s
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Let as many groups begin as may, of each job in the order in which they came."""
+        if self._settings is None:
+            return
+        for job_id, held in list(self._held.items()):
+            while held and self._may_begin(job_id, self._settings):
+                granted = next(iter(held))
+                group_id = held.pop(granted)
+                if not granted.done():
+                    granted.set_result(None)
+                    self._begin(group_id, job_id)
+            if not held:
+                del self._held[job_id]
 
 
 def _mean(means: dict[str, float], name: str, value: float) -> None:

@@ -147,3 +147,44 @@ def test_several_processes_share_what_may_be_in_progress_and_what_is_remembered_
         assert len(pace._planned) == MAX_JOBS
 
     asyncio.run(main())
+
+
+def test_a_group_that_closes_lets_the_next_of_its_job_begin_and_checks_no_other_that_waits():
+    class Counting(Pace):
+        num_checked = 0
+
+        def _may_begin(self, job_id, settings):
+            self.num_checked += 1
+            return super()._may_begin(job_id, settings)
+
+    async def main():
+        pace, begun = Counting(PaceSettings(max_staleness=1), lambda group: 0), []
+        pace.take(planned(1))
+        pace.take(planned(1, f"{r.RUN}/other"))
+
+        async def begin(task):
+            await pace.admit(task)
+            begun.append(task.index)
+
+        tasks = [r.task(index) for index in range(50)]
+        tasks.insert(20, r.task(99).model_copy(update={"job_id": f"{r.RUN}/other"}))
+        waits = [asyncio.create_task(begin(task)) for task in tasks]
+        await asyncio.sleep(0)
+        assert begun == [0, 1, 99]
+        pace.num_checked = 0
+        pace.leave(r.task(1).group_id)
+        waits[2].cancel()  # it has been granted its turn, which goes to the next
+        waits[3].cancel()
+        await r.wait_until(lambda: begun == [0, 1, 99, 4])
+        assert pace.num_checked <= 6
+        assert pace._num_open == {r.task(0).job_id: 2, f"{r.RUN}/other": 1}
+        pace.take(trained(1))
+        await asyncio.gather(*waits, return_exceptions=True)
+        assert begun == [0, 1, 99, *range(4, 50)]
+        assert pace.retry_after_s() is None
+        assert not pace._held
+        for task in tasks:
+            pace.leave(task.group_id)
+        assert not pace._num_open
+
+    asyncio.run(main())
