@@ -38,17 +38,17 @@ from rollstream.schemas.events.run_states import JobOutcome
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ClosedGroups(Set[str]):
+class ValidatedGroups(Set[str]):
     """Ids of groups, in sets of which each has more than the next: one more id copies few of them on average."""
 
     parts: tuple[frozenset[str], ...] = ()
 
-    def with_group(self, group_id: str) -> "ClosedGroups":
+    def with_group(self, group_id: str) -> "ValidatedGroups":
         """These, and one that is not among them."""
         parts, newest = self.parts, frozenset((group_id,))
         while parts and len(parts[-1]) <= len(newest):
             parts, newest = parts[:-1], parts[-1] | newest
-        return ClosedGroups((*parts, newest))
+        return ValidatedGroups((*parts, newest))
 
     def __contains__(self, group_id: object) -> bool:
         return any(group_id in part for part in self.parts)
@@ -60,7 +60,7 @@ class ClosedGroups(Set[str]):
         return sum(map(len, self.parts))
 
 
-NOTHING_CLOSED = ClosedGroups()
+NOTHING_VALIDATED = ValidatedGroups()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class JobProgress:
     """The newest trained step."""
     percent: float = 0.0
     has_progressed: bool = False
-    validated: Mapping[int, ClosedGroups] = field(default_factory=lambda: MappingProxyType({}))
+    validated: Mapping[int, ValidatedGroups] = field(default_factory=lambda: MappingProxyType({}))
     """Groups of the newest validation that are closed, by its epoch."""
     skipped: JobSkipped | None = None
     """Instead of `submitted`, of a job that had too little to train on."""
@@ -261,7 +261,7 @@ def _planned(job: JobProgress, event: BatchPlanned) -> JobProgress:
 
 def _validated(job: JobProgress, event: GroupClosed) -> JobProgress:
     """Training groups are not counted: an epoch's seal summarizes them."""
-    known = job.validated.get(event.epoch, NOTHING_CLOSED)
+    known = job.validated.get(event.epoch, NOTHING_VALIDATED)
     is_newest = event.epoch >= max(job.validated, default=-1)
     if event.purpose != "validation" or event.group_id in known or not is_newest:
         return job

@@ -13,7 +13,7 @@ from rollstream.harness.config.dataset import Example
 from rollstream.harness.config.file import validation_config
 from rollstream.harness.config.jobs import rollout_settings
 from rollstream.harness.runs.plan import RunPlan
-from rollstream.harness.runs.progress import NOTHING_CLOSED, Progress
+from rollstream.harness.runs.progress import NOTHING_VALIDATED, Progress
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.events import RunStarted, TaskRequested
@@ -92,7 +92,7 @@ class Validation:
         assert job.started is not None
         others = sorted(set(self.settings.agents.values()) - {self.spec.model_group})
         time_ms = (job.sealed or job.started).time_ms
-        closed = job.validated.get(epoch, NOTHING_CLOSED)
+        closed = job.validated.get(epoch, NOTHING_VALIDATED)
         tasks = self.tasks(
             epoch,
             min_version=_planned(progress, self.spec.model_group),
@@ -116,7 +116,7 @@ class Validation:
         return self._is_closed(epoch, progress)
 
     def _is_closed(self, epoch: int, progress: Progress) -> bool:
-        closed = progress.job(self.spec.job_id).validated.get(epoch, NOTHING_CLOSED)
+        closed = progress.job(self.spec.job_id).validated.get(epoch, NOTHING_VALIDATED)
         return len(closed) >= len(self.examples) and all(group_id in closed for group_id in self.group_ids(epoch))
 
 

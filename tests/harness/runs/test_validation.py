@@ -18,7 +18,7 @@ from rollstream.harness.components.trainer import should_stop_early
 from rollstream.harness.config.dataset import Example
 from rollstream.harness.runs.conductor import Conductor
 from rollstream.harness.runs.driver import is_over
-from rollstream.harness.runs.progress import ClosedGroups, Progress, evolve
+from rollstream.harness.runs.progress import Progress, ValidatedGroups, evolve
 from rollstream.harness.runs.validation import Validation, validation_of
 from rollstream.replay.source import read_run
 from rollstream.replay.verify import verify
@@ -83,7 +83,7 @@ def test_closed_groups_of_a_validation_are_not_all_copied_with_each_further_one(
         )
         for name in names
     ]
-    progress, before, num_copied = Progress("run-1"), ClosedGroups(), 0
+    progress, before, num_copied = Progress("run-1"), ValidatedGroups(), 0
     for number, event in enumerate(events, 1):
         progress = evolve(progress, event)
         closed = progress.job("run-1/rl").validated[2]
