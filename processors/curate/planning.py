@@ -147,7 +147,10 @@ def _fill_batches(run: Run, job: Job, epoch: Epoch, time_ms: int) -> list[Event]
     """Manifests from waiting groups, while there are enough fresh ones for the next manifest."""
     outputs: list[Event] = []
     while True:
-        job.ready, rejected = _drop_stale(job, job.ready, time_ms)
+        num_fresh, *versions = job.fresh
+        checked = num_fresh if versions == [job.next_version, job.last_adoption] else 0
+        job.ready[checked:], rejected = _drop_stale(job, job.ready[checked:], time_ms)
+        job.fresh = len(job.ready), job.next_version, job.last_adoption
         outputs += rejected
         if len(job.ready) < job.groups_per_batch:
             return outputs
@@ -253,5 +256,5 @@ def _seal(job: Job, epoch: Epoch, time_ms: int) -> list[Event]:
     if job.is_last(job.sealed.newest) and not job.epochs:
         for group in job.ready:
             outputs += ledger.reject(group, "left_over", time_ms)
-        job.ready = []
+        job.ready, job.fresh = [], (0, 0, 0)
     return [*outputs, ledger.sealed(job, epoch, time_ms=time_ms)]

@@ -105,6 +105,8 @@ class Job:
     previous_sha256: str = codec.EMPTY_SHA256
     ready: list[Candidate] = field(default_factory=list[Candidate])
     """Groups that wait for a manifest to fill, in record order; they outlive their epoch."""
+    fresh: tuple[int, int, int] = field(default=(0, 0, 0), compare=False, repr=False)
+    """Number of the first of them that are known not to be stale at a next version after an adoption, and these two."""
     epochs: dict[int, Epoch] = field(default_factory=dict[int, Epoch])
     sealed: Ranges = field(default_factory=Ranges)
     """Epochs."""

@@ -1,8 +1,12 @@
 """Planning of manifests from closed groups: order, hash chain, staleness, carry-over, submissions, rejection causes."""
 
+from dataclasses import fields
+from typing import ClassVar
+
 import pytest
 
 from rollstream.eventlog import codec
+from rollstream.processors.curate.candidates import Candidate
 from rollstream.processors.curate.state import num_batches
 from rollstream.schemas import ids
 from rollstream.schemas.events import BatchPlanned, EpochSealed, TaskCancelled, TrajectoryRejected
@@ -119,6 +123,24 @@ def test_batches_fill_in_record_order_and_are_ordered_by_task(partition):
     assert groups_in(second) == [0, 2]
     assert [member.staleness for member in second.members] == [1, 1, 0, 0]
     assert (sealed.num_batches, sealed.next_batch_index) == (2, 2)
+
+
+def test_a_closing_checks_only_its_own_group_for_staleness_until_the_next_version(partition):
+    class Counted(Candidate):
+        checked: ClassVar[list[int]] = []
+
+        def is_stale(self, version, bound, oldest=0):
+            self.checked.append(self.index)
+            return super().is_stale(version, bound, oldest)
+
+    tasks = partition.start(**TWO_BATCHES | {"tasks_per_epoch": 8})
+    job = partition.state.runs["run-1"].jobs["run-1/rl"]
+    for task in tasks[:3]:
+        partition.close(task, [0.0, 1.0])
+        job.ready[-1] = Counted(*(getattr(job.ready[-1], one.name) for one in fields(Candidate)))
+    assert Counted.checked == []
+    (batch,) = partition.close(tasks[3], [0.0, 1.0])
+    assert groups_in(batch) == [0, 1, 2, 3]
 
 
 def test_left_over_groups_are_carried_into_the_next_epoch_while_they_are_fresh(partition):
