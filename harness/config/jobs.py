@@ -13,12 +13,11 @@ from rollstream.processors.curate.state import groups_per_batch, num_batches
 from rollstream.producers.league.draw import frozen_player
 from rollstream.schemas import ids
 from rollstream.schemas.algorithms import SftSettings, recorded
-from rollstream.schemas.base import Locator
 from rollstream.schemas.config import AdapterSection, BuilderSection, RunConfig
 from rollstream.schemas.engine_settings import OpenAISettings, ScriptedSettings
 from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.events.manifest_size import most_members
 from rollstream.schemas.events.recorded import MADE_ELSEWHERE, RECORDED
-from rollstream.schemas.events.training import BatchMember
 from rollstream.schemas.kafka import KafkaSettings, from_environment, given, merged
 from rollstream.schemas.league import LeagueSettings, OpponentVersions
 from rollstream.schemas.permissions import named_by, named_by_algorithm, named_by_model, named_by_teacher
@@ -43,7 +42,6 @@ from rollstream.schemas.settings import (
     RolloutSettings,
     WarmStart,
 )
-from rollstream.schemas.topics import TOPICS
 
 ENDPOINT = "endpoint-1"
 """Name of the service that serves the trained model; its engine loads versions under this name."""
@@ -321,12 +319,8 @@ def artifact_uri(config: RunConfig, workspace: Path) -> str:
 
 MAX_GROUP = 768
 """Maximum trajectories of a group: so many fit into its GroupClosed, with the outcomes of three attempts at each."""
-OTHER_BYTES = 4096
-"""Size of a manifest's record apart from its members and their locators."""
 WRITTEN = "-01234567"
 """Suffix of the job's name in the ids of submitted groups that are not on the log yet: digits of their digest."""
-ATTEMPT = 10
-"""An attempt's number with two digits: most rollouts need one attempt, so that is more than enough in total."""
 
 
 def check_manifests(jobs: Iterable[JobSpec]) -> None:
@@ -381,19 +375,12 @@ def check_submission(spec: JobSpec, num_trajectories: int) -> None:
 
 def most_trajectories(spec: JobSpec, behind_name: str = "") -> int:
     """Number of trajectories that fit into a manifest of the job; `behind_name`: part of ids after the job's name."""
-    run_id, job = ids.run_of(spec.job_id), ids.name_of(spec.job_id)
-    group = ids.group_id(
-        run_id, job + behind_name, spec.plan.num_epochs, spec.plan.tasks_per_epoch * (1 + spec.plan.max_refills)
+    plan = spec.plan
+    return most_members(
+        spec.job_id + behind_name,
+        spec.rollout.agents,
+        epoch=plan.num_epochs,
+        index=plan.tasks_per_epoch * (1 + plan.max_refills),
+        member=plan.num_generations + plan.oversampling,
+        max_staleness=plan.max_staleness,
     )
-    rollout = ids.rollout_id(group, spec.plan.num_generations + spec.plan.oversampling, ATTEMPT)
-    member = BatchMember(
-        trajectory_id=ids.trajectory_id(rollout, max(spec.rollout.agents, key=len, default="agent")),
-        rollout_id=rollout,
-        group_id=group,
-        digest="0" * 64,
-        reward=-1.0000000000000002e-100,
-        staleness=spec.plan.max_staleness,
-    )
-    locator = Locator(partition=10**3, offset=10**10)
-    member_bytes = len(member.model_dump_json()) + len(locator.model_dump_json()) + len(",,")
-    return (TOPICS["batches"].max_record_bytes - OTHER_BYTES) // member_bytes

@@ -25,6 +25,7 @@ from rollstream.schemas.events import (
     TaskCancelled,
     TaskRequested,
 )
+from rollstream.schemas.events.manifest_size import most_members
 from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedGroup
 from rollstream.schemas.events.training import SubmittedGroup
 from rollstream.schemas.events.weights import FineTune
@@ -32,6 +33,8 @@ from rollstream.schemas.settings import MAX_TIMEOUT_S, CurriculumSettings, JobSe
 
 MAX_GROUP = 512
 """Rollouts of one group, so that its record stays far below the limit."""
+MAX_ATTEMPT = 9999
+"""The largest number of an attempt that an id can have."""
 
 
 def data_sha256(groups: Sequence[RecordedGroup]) -> str:
@@ -172,6 +175,30 @@ def check_groups(groups: Sequence[RecordedGroup]) -> None:
             raise ConfigError(
                 f"example {group.example_id} has {len(group.members)} rollouts, more than {MAX_GROUP}; split the group"
             )
+
+
+def check_batches(
+    groups: Sequence[RecordedGroup],
+    model_group: str,
+    agents: Iterable[str],
+    settings: JobSettings,
+    options: FineTuneOptions,
+) -> None:
+    """Raises ConfigError for a batch of more rollouts than its manifest can name."""
+    size, last_batch = options.batch_size, settings.num_versions - 1
+    largest = max(sum(len(one.members) for one in groups[n : n + size]) for n in range(0, len(groups), size))
+    most = most_members(
+        ids.fine_tune_job_id(model_group, settings.kind, "0" * 64, MAX_ATTEMPT),
+        agents,
+        epoch=last_batch,
+        index=size,
+        member=MAX_GROUP,
+        max_staleness=options.max_staleness,
+    )
+    if largest > most:
+        raise ConfigError(
+            f"a batch of {largest} rollouts exceeds the {most} that fit into its manifest; lower options.batch_size"
+        )
 
 
 def due_submissions(job: FineTuneJob) -> Iterator[Event]:

@@ -228,17 +228,19 @@ class ModelGroupState:
     def job(self, job_id: str) -> FineTuneJob:
         """The job of that id; of status `not_found` if the log has none.
 
-        A job that is not over when its run ends is cancelled by the end, also if no learner is left to write that.
+        A job that is not over when its run ends is cancelled by the end, also if no learner is left to write that; its
+        error has the message of the end.
         """
         job, ended = _job(self, job_id), self.run_ended
-        if ended is None or job.is_over or job.status == "not_found":
+        is_by_end = isinstance(job.outcome, JobCancelled) and job.outcome.cause == JobCancelled.BY_END
+        if ended is None or job.status == "not_found" or (job.is_over and not is_by_end):
             return job
         cancelled = JobCancelled(
             run_id=ended.run_id,
             time_ms=ended.time_ms,
             job_id=job_id,
             model_group=self.model_group,
-            cause=JobCancelled.BY_END,
+            cause=f"{JobCancelled.BY_END}: {ended.message}" if ended.message else JobCancelled.BY_END,
         )
         return replace(job, outcome=cancelled, closed=ClosedGroups())
 

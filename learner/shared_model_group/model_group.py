@@ -341,6 +341,9 @@ class SharedModelGroup:
         self._queue.check_run()
         num_batches = fine_tune_job.num_batches(len(groups), self.options.batch_size, self.num_epochs)
         settings = parameters.job_settings(self.params, self.options, kind, num_batches)
+        is_skipped = len(groups) < self.options.min_examples
+        if not is_skipped:
+            fine_tune_job.check_batches(groups, self.model_group, self._agents, settings, self.options)
         fine_tune = FineTune(
             data_sha256=fine_tune_job.data_sha256(groups),
             data=await self._queue.stored(groups),
@@ -355,7 +358,7 @@ class SharedModelGroup:
             deadline_s=self.options.deadline_s,
         )
         job_id = self._job_id = fine_tune_job.job_id_of(self.model_group, settings, fine_tune)
-        if len(groups) < self.options.min_examples:
+        if is_skipped:
             await self._queue.skip(job_id, kind, fine_tune, self.options.min_examples)
         else:
             await self._queue.submit(job_id, settings, fine_tune)

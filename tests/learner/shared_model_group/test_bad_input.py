@@ -64,6 +64,10 @@ def rl(given: dict[str, Any]) -> Call:
         (rl({}), "the dataset is empty"),
         (rl({"prover": [[chat_rollout("1")]]}), "agent prover, group 0: a step has no tokens with log-probabilities"),
         (rl({"prover": [[sampled(4, reward=1.0)] * 513]}), "has 513 rollouts, more than 512; split the group"),
+        (
+            rl({"prover": [[sampled(4, reward=1.0)] * 512] * 7}),
+            r"a batch of 3584 rollouts exceeds the 2\d\d\d",
+        ),
     ],
 )
 def test_bad_examples_are_refused_before_anything_is_written(rig: GroupRig, call: Call, message: str) -> None:

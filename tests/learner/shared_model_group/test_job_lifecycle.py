@@ -235,6 +235,13 @@ def test_the_end_of_the_run_cancels_the_jobs_that_are_not_over() -> None:
     assert folded([*jobs, written], [ended], order=[1, 0, 0, 0, 0]).job(job_id(2)).error == "no memory"
 
 
+@pytest.mark.parametrize("written", [[], [JobCancelled(**common(1), cause=JobCancelled.BY_END)]], ids=["no", "yes"])
+def test_a_job_cancelled_by_the_end_of_its_run_has_the_message_of_the_end(written: list[Event]) -> None:
+    ended = RunEnded(run_id=RUN, time_ms=9, cause="failed", message="batch 0 is too large")
+    state = folded([submitted(1), *written], [ended])
+    assert state.job(job_id(1)).error == "cancelled: the run ended: batch 0 is too large"
+
+
 def test_other_groups_and_their_jobs_change_nothing() -> None:
     other = {"run_id": RUN, "time_ms": 1, "job_id": "run-1/rl", "model_group": "run-1/policy"}
     records: list[Event] = [
