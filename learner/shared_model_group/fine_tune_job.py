@@ -184,7 +184,7 @@ def check_batches(
     settings: JobSettings,
     options: FineTuneOptions,
 ) -> None:
-    """Raises ConfigError for a batch of more rollouts than its manifest can name."""
+    """Raises ConfigError for a batch of more rollouts than its manifest can name, and for one that will be stale."""
     size, last_batch = options.batch_size, settings.num_versions - 1
     largest = max(sum(len(one.members) for one in groups[n : n + size]) for n in range(0, len(groups), size))
     most = most_members(
@@ -198,6 +198,11 @@ def check_batches(
     if largest > most:
         raise ConfigError(
             f"a batch of {largest} rollouts exceeds the {most} that fit into its manifest; lower options.batch_size"
+        )
+    if settings.algorithm.needs.behaviour and last_batch > options.max_staleness:
+        raise ConfigError(
+            f"the last of {last_batch + 1} batches would have a staleness of {last_batch}, more than "
+            f"options.max_staleness ({options.max_staleness}); raise it or options.batch_size, or lower num_epochs"
         )
 
 

@@ -86,7 +86,7 @@ class FineTuneOptions(Settings):
     deadline_s: FiniteFloat | None = Field(default=None, gt=0)
     """Seconds after which a job that is not over is cancelled."""
     max_staleness: int = Field(default=0, ge=0)
-    """Versions that rollouts of an RL job may be behind the version that they train."""
+    """Versions that rollouts of an RL job may be behind the version that they train: at least its batches less one."""
     grpo: GrpoSettings = Field(default_factory=GrpoSettings)
     """Settings of RL jobs; `mini_batches` and `max_tokens_per_micro_batch` are those above. `dual_clip` is 3 unless
     given here; None: no bound.

@@ -81,6 +81,21 @@ def test_bad_examples_are_refused_before_anything_is_written(rig: GroupRig, call
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("changes", [{"batch_size": 2}, {"num_epochs": 2}], ids=["batches", "passes"])
+def test_an_rl_job_whose_last_batch_would_be_stale_is_refused(rig: GroupRig, changes: dict[str, Any]) -> None:
+    async def body() -> None:
+        groups = [[sampled(8, reward=1.0), sampled(9, reward=0.0)]] * 3
+        async with await rig.open(**changes) as group:
+            with pytest.raises(ConfigError, match=r"last of 2 batches .* staleness of 1, more than .* \(0\)"):
+                await group.create_rl_fine_tune_job({"prover": groups})
+        async with await rig.open(**changes, max_staleness=1) as group:
+            await group.create_rl_fine_tune_job({"prover": groups})
+            await group.create_supervised_fine_tune_job({"prover": groups[0] * 3})
+            assert len(group.jobs) == 2
+
+    asyncio.run(body())
+
+
 def test_switching_while_a_job_runs_is_refused(rig: GroupRig) -> None:
     async def body() -> None:
         async with await rig.open() as group:
