@@ -90,7 +90,10 @@ def dpo_examples(
 def rl_examples(
     agents: Mapping[str, GroupAgent], model_group: str, groups_per_agent: Mapping[str, Groups]
 ) -> list[RecordedGroup]:
-    """The groups of all agents. Raises ConfigError as `sft_examples`, and for steps without log-probabilities."""
+    """The groups of all agents.
+
+    Raises ConfigError as `sft_examples`, and for steps without log-probabilities and rollouts without a reward.
+    """
     _check_names(agents, groups_per_agent)
     found: list[RecordedGroup] = []
     for name, agent in agents.items():
@@ -99,6 +102,7 @@ def rl_examples(
             members = [rollout for rollout in rollouts if rollout is not None]
             for rollout in members:
                 _check_logprobs(rollout, f"agent {name}, group {number}")
+                _check_reward(rollout, f"agent {name}, group {number}")
             if members:
                 found.append(RecordedGroup.of(f"{name}/{number}", members))
     return found
@@ -189,6 +193,11 @@ def _check_logprobs(rollout: RecordedRollout, where: str) -> None:
             raise ConfigError(
                 f"{where}: a step has no tokens with log-probabilities; RL needs them, SFT and DPO train without"
             )
+
+
+def _check_reward(rollout: RecordedRollout, where: str) -> None:
+    if all(reward.is_score for reward in rollout.rewards):
+        raise ConfigError(f"{where}: a rollout has no reward of the agent, which RL compares; add one, or leave it out")
 
 
 def _last_trained(calls: Mapping[int, RecordedStep]) -> int | None:

@@ -14,7 +14,7 @@ from rollstream.learner.shared_model_group import JobStateError, SharedModelGrou
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ConfigError, LogError
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted, TaskRequested
-from rollstream.schemas.events.recorded import RecordedRollout, RecordedStep, RecordedTokens
+from rollstream.schemas.events.recorded import RecordedReward, RecordedRollout, RecordedStep, RecordedTokens
 from rollstream.schemas.events.rollouts import VersionSpan
 from tests.rigs.runs.group_rig import GROUP, WAIT_S, GroupRig, chat_rollout, sampled
 
@@ -23,6 +23,10 @@ SPAN = VersionSpan(model_group="run-9/policy", version=0, length=2)
 OF_ANOTHER = RecordedRollout(steps=(RecordedStep(tokens=RecordedTokens.of([3], [4, 5], spans=(SPAN,))),))
 OTHER_PROMPT = RecordedRollout(steps=(RecordedStep(tokens=RecordedTokens.of([4], [4, 5])),))
 SAME = RecordedRollout(steps=(RecordedStep(tokens=RecordedTokens.of([3], [4, 5])),))
+TOKENS = RecordedTokens.of([3], [4], [-0.5])
+WITHOUT_REWARD = RecordedRollout(
+    steps=(RecordedStep(tokens=TOKENS),), rewards=(RecordedReward(value=1.0, step=0, is_score=True),)
+)
 
 
 def sft(given: dict[str, Any], replaced: dict[str, Any] | None = None) -> Call:
@@ -63,6 +67,7 @@ def rl(given: dict[str, Any]) -> Call:
         (dpo({"prover": [RecordedRollout()]}, {"prover": [SAME]}), "example 0: it has no message of the agent"),
         (rl({}), "the dataset is empty"),
         (rl({"prover": [[chat_rollout("1")]]}), "agent prover, group 0: a step has no tokens with log-probabilities"),
+        (rl({"prover": [[WITHOUT_REWARD]]}), "agent prover, group 0: a rollout has no reward of the agent"),
         (rl({"prover": [[sampled(4, reward=1.0)] * 513]}), "has 513 rollouts, more than 512; split the group"),
         (
             rl({"prover": [[sampled(4, reward=1.0)] * 512] * 7}),
