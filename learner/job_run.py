@@ -204,16 +204,16 @@ class JobRun:
 
     async def _base(self) -> WeightsPublished | None:
         """The version to begin from; None if the loaded model is that, and has just been published."""
-        state, job = self._context.inbox.state, self.job
-        found = state.group(job.model_group).published.get(job.base_version)
+        job, published = self.job, self._context.inbox.state.group(self.job.model_group).published
+        found = published.get(job.base_version)
         where = f"job {job.job_id}: version {job.base_version} of {job.model_group}"
-        if found is None and state.group(job.model_group).published:
+        if found is None and (published or (job.base_version and job.fine_tune and not self._folder.versions())):
             raise ConfigError(f"{where} is not published; `rollstream jobs` lists those that are")
         if found is not None and found.weights_format != (wanted := "lora" if job.settings.model.lora else "full"):
             raise ConfigError(f"{where} has {found.weights_format} weights, not {wanted}; give model.lora as it was")
         if found is not None:
             self.trainer.check_fits(found)
-            check_next(job, state.group(job.model_group).published.get(job.base_version + 1))
+            check_next(job, published.get(job.base_version + 1))
             return found
         if self._folder.versions():  # a checkpoint is only written once the base version is published
             raise self._context.inbox.missing(f"version {job.base_version} of {job.model_group}", "weights")

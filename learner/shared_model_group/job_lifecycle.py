@@ -220,10 +220,15 @@ class ModelGroupState:
 
     @property
     def next_base_version(self) -> int:
-        """The version that a job submitted now begins with: what the jobs before it in the queue will yield."""
-        planned = [job.submitted for job in self.queue if job.submitted is not None]
-        expected = [one.base_version + one.settings.num_versions for one in planned]
-        return max([0, self.newest_version, *expected])
+        """The version that a job submitted now begins with: what the jobs before it in the queue will yield.
+
+        A job whose base version none of them yields will fail, because a job before it did, and yields nothing.
+        """
+        reached = max(0, self.newest_version)
+        for job in self.queue:
+            if (one := job.submitted) is not None and (one.base_version == reached or job.version > one.base_version):
+                reached = max(reached, one.base_version + one.settings.num_versions)
+        return reached
 
     def job(self, job_id: str) -> FineTuneJob:
         """The job of that id; of status `not_found` if the log has none.

@@ -202,6 +202,8 @@ def test_jobs_queue_in_the_order_of_their_submission_and_build_on_each_other() -
     assert state.next_base_version == 5
     state = folded([submitted(1), JobCancelled(**common(1))], [published(0), published(1)])
     assert (state.queue, state.next_base_version) == ((), 1)
+    state = folded([submitted(1), submitted(2, base=2), JobCancelled(**common(1))], [published(0)])
+    assert ([job.job_id for job in state.queue], state.next_base_version) == ([job_id(2)], 0)
 
 
 def test_a_switch_counts_from_its_first_record() -> None:

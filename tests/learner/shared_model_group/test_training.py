@@ -113,6 +113,24 @@ def test_a_retry_goes_on_with_the_batches_that_are_left(rig: GroupRig) -> None:
     asyncio.run(body())
 
 
+def test_a_retry_before_a_waiting_job_has_a_base_version_that_exists(rig: GroupRig) -> None:
+    """The waiting job builds on the one that was cancelled, which published nothing, so it fails."""
+
+    async def body() -> None:
+        async with await rig.open(batch_size=2) as group:
+            first = await group.create_supervised_fine_tune_job(SFT)
+            waiting = await group.create_supervised_fine_tune_job({"prover": SFT["prover"]})
+            await group.cancel_fine_tune_job(first)
+            again = await group.retry_fine_tune_job(first)
+            async with rig.services():
+                assert await group.wait_for_fine_tune_job(waiting, WAIT_S) == "failed", group.jobs
+                assert f"version 2 of {GROUP} is not published" in await group.get_fine_tune_job_error_repr(waiting)
+                assert await group.wait_for_fine_tune_job(again, WAIT_S) == "succeeded", group.jobs
+            assert await group.switch_to_next_model() == f"{GROUP}@2"
+
+    asyncio.run(body())
+
+
 def test_a_learner_that_is_killed_in_the_middle_ends_with_the_same_weights(rig: GroupRig, tmp_path: Path) -> None:
     """Its task is cancelled after the first version, a new one goes on from what is on disk and on the log."""
 
