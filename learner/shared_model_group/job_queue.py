@@ -135,12 +135,19 @@ class JobQueue:
             await self._send_once(fine_tune_job.due_submissions(job))
         return await self._view.refresh()
 
-    async def submit(self, job_id: str, settings: JobSettings, fine_tune: FineTune) -> None:
-        """Submit a job unless the log has it, behind those that are open; then start it. Raises JobStateError."""
+    async def submit(self, job_id: str, settings: JobSettings, fine_tune: FineTune) -> str:
+        """Submit a job unless the log has it, behind those that are open; then start it. Raises JobStateError.
+
+        Returns its id: that of a further attempt if the job was skipped when more examples were asked for.
+        """
         async with self._changing:
-            await self._view.refresh()
+            state = await self._view.refresh()
+            if isinstance(state.job(job_id).outcome, JobSkipped):
+                fine_tune = fine_tune.model_copy(update={"attempt": fine_tune.attempt + 1})
+                job_id = fine_tune_job.job_id_of(self._model_group, settings, fine_tune)
             await self._submit(job_id, settings, fine_tune)
         await self.advance()
+        return job_id
 
     async def skip(self, job_id: str, kind: JobKind, fine_tune: FineTune, min_examples: int) -> None:
         """Record that there is too little to train on. Raises JobStateError."""
@@ -166,8 +173,8 @@ class JobQueue:
             await self._log.send_all(fine_tune_job.cancel_events(state.job(job_id), cause, self._now_ms()))
             await self._view.refresh()
 
-    async def retry(self, submitted: JobSubmitted) -> str:
-        """A further attempt, from the first batch that no attempt has trained; returns its id.
+    async def retry(self, submitted: JobSubmitted, deadline_s: float | None) -> str:
+        """A further attempt with its own deadline, from the first batch that no attempt has trained; its id.
 
         If the newest attempt has neither failed nor been cancelled, it is the one. Raises JobStateError if the run has
         ended.
@@ -180,7 +187,8 @@ class JobQueue:
             if attempts[newest].status not in FAILURES:
                 return attempts[newest].job_id
             first = fine_tune_job.next_batch(submitted, attempts.values())
-            again = before.model_copy(update={"attempt": newest + 1, "first_batch": first})
+            changes = {"attempt": newest + 1, "first_batch": first, "deadline_s": deadline_s}
+            again = before.model_copy(update=changes)
             settings = submitted.settings.model_copy(update={"num_versions": before.num_batches - first})
             job_id = fine_tune_job.job_id_of(self._model_group, settings, again)
             await self._submit(job_id, settings, again)

@@ -276,7 +276,7 @@ class SharedModelGroup:
         job = self._known(job_id)
         if job.status not in FAILURES or job.submitted is None or job.submitted.fine_tune is None:
             raise JobStateError(f"job {job.job_id} is {job.status}; only a failed or cancelled job can be retried")
-        again = self._job_id = await self._queue.retry(job.submitted)
+        again = self._job_id = await self._queue.retry(job.submitted, self.options.deadline_s)
         return again
 
     async def switch_to_next_model(self) -> str:
@@ -361,7 +361,7 @@ class SharedModelGroup:
         if is_skipped:
             await self._queue.skip(job_id, kind, fine_tune, self.options.min_examples)
         else:
-            await self._queue.submit(job_id, settings, fine_tune)
+            job_id = self._job_id = await self._queue.submit(job_id, settings, fine_tune)
         return job_id
 
     async def _begin(self) -> None:

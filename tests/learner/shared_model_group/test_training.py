@@ -113,6 +113,34 @@ def test_a_retry_goes_on_with_the_batches_that_are_left(rig: GroupRig) -> None:
     asyncio.run(body())
 
 
+def test_a_skipped_job_is_submitted_once_its_examples_suffice(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open(min_examples=10) as group:
+            skipped = await group.create_supervised_fine_tune_job(SFT)
+        async with await rig.open() as group:
+            job_id = await group.create_supervised_fine_tune_job(SFT)
+            assert (job_id, group.fine_tune_job_id) == (f"{skipped}-r1", job_id)
+            assert await group.create_supervised_fine_tune_job(SFT) == job_id
+            async with rig.services():
+                assert await group.wait_for_fine_tune_job(timeout=WAIT_S) == "succeeded", group.jobs
+            assert await group.switch_to_next_model() == f"{GROUP}@1"
+
+    asyncio.run(body())
+
+
+def test_a_retry_has_the_deadline_of_the_present_options(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open(deadline_s=1.0) as group:
+            await group.create_supervised_fine_tune_job(SFT)
+            rig.now_ms += 2000
+            assert await group.get_fine_tune_job_status() == "cancelled"
+        async with await rig.open(deadline_s=60.0) as group:
+            await group.retry_fine_tune_job()
+        assert [job.fine_tune.deadline_s for job in await rig.events("jobs", JobSubmitted)] == [1.0, 60.0]
+
+    asyncio.run(body())
+
+
 def test_a_retry_before_a_waiting_job_has_a_base_version_that_exists(rig: GroupRig) -> None:
     """The waiting job builds on the one that was cancelled, which published nothing, so it fails."""
 
