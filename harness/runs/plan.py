@@ -17,8 +17,8 @@ from rollstream.harness.config import dataset
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_attempts, warn
 from rollstream.harness.config.file import Loaded
-from rollstream.harness.config.jobs import check_manifests, jobs_of
-from rollstream.harness.config.resolve import block_of
+from rollstream.harness.config.jobs import WRITTEN, check_manifests, jobs_of, most_trajectories
+from rollstream.harness.config.resolve import block_of, is_ours
 from rollstream.harness.config.rewards import check_examples, permissions_of
 from rollstream.harness.runs.follower import follow
 from rollstream.harness.runs.preflight import environment_of, users_code
@@ -78,6 +78,7 @@ async def new_run(
     examples = examples_of(config) if examples is None else examples
     run_id = run_id or ids.new_run_id(name)
     jobs = checked_jobs(config, run_id, examples, is_fork=parent is not None)
+    check_epoch(loaded, jobs[-1], len(examples))
     await check_frozen(log, config, run_id)
     started = RunStarted(
         run_id=run_id,
@@ -116,6 +117,27 @@ def checked_jobs(
     check_attempts(jobs)
     check_tasks(jobs, examples)
     return jobs
+
+
+def check_epoch(loaded: Loaded, spec: JobSpec, num_examples: int) -> None:
+    """Raises ConfigError if an epoch that is submitted whole has more trajectories than fit into its manifest.
+
+    Only warns where some may be left out. Another package's builder, and losses on pairs, make other numbers of them.
+    """
+    is_known = is_ours(block_of(loaded.finetune, "trajectory_builder")) and not spec.job.algorithm.needs.pairs
+    if spec.plan.planning != "submitted" or not is_known or loaded.config.environment == RECORDED:
+        return
+    num = num_examples * spec.plan.num_generations * max(1, len(spec.rollout.agents))
+    most = most_trajectories(spec, WRITTEN)
+    if num <= most:
+        return
+    what = (
+        f"job {spec.job_id}: an epoch of {num} trajectories (examples x num_generations x agents) exceeds the {most} "
+    )
+    what += "that fit into its manifest"
+    if is_ours(block_of(loaded.finetune, "trainer")) and not spec.plan.curriculum.enabled:
+        raise ConfigError(f"{what}; give fewer examples, lower num_generations, or choose planning: stream")
+    warn(f"{what}; the run fails if the curriculum and the components leave more than {most} of them")
 
 
 def check_tasks(jobs: tuple[JobSpec, ...], examples: list[dataset.Example]) -> None:

@@ -198,6 +198,27 @@ def test_a_run_with_such_a_batch_is_not_begun(written: dict[str, Any], tmp_path:
         asyncio.run(opening)
 
 
+def test_a_run_whose_epoch_no_manifest_has_room_for_is_not_begun(
+    written: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written["workflow"] = {"environment": "guess_number"}
+    written["trainers"]["t"] = {"_type": "rollstream", "planning": "submitted"}
+    written["trainer_adapters"]["a"]["max_staleness"] = 0
+    written["trajectory_builders"]["b"]["num_generations"] = 2
+    examples = [Example(f"{number}", {}) for number in range(2400)]
+
+    def opening(some: list[Example]) -> RunPlan:
+        log, store = MemoryLog(num_partitions=2), ArtifactStore(str(tmp_path))
+        return asyncio.run(new_run(log, store, config_file.resolve(written), "run", examples=some))
+
+    assert opening(examples[:1000]).is_new
+    with pytest.raises(ConfigError, match=r"an epoch of 4800 trajectories .* exceeds the \d+ that fit"):
+        opening(examples)
+    written["finetuning"]["curriculum_learning"] = {"enabled": True}
+    assert opening(examples).is_new
+    assert "the run fails if the curriculum" in caplog.text
+
+
 def test_a_run_with_a_task_above_the_limit_of_its_topic_is_not_begun(written: dict[str, Any], tmp_path: Path) -> None:
     written["workflow"] = {"environment": "guess_number"}
     written["trajectory_builders"]["b"]["environment_config"] = {"table": "x" * 560 * 1024}
