@@ -109,7 +109,7 @@ class PolicyGradientSettings(AlgorithmSettings):
     step_rewards: Literal["total", "process"] = added("total")
     """total: one advantage for all tokens of a member, from the sum of its rewards; process: process supervision, in
     which a token answers for the rewards of its own step and of those after it. Groups of equal sums are left out of
-    batches all the same, unless `drop_zero_variance` is off.
+    streamed batches all the same, unless `drop_zero_variance` is off.
     """
     step_discount: float = added(1.0, gt=0, le=1)
     """process: factor of a later reward for each step of the agent's own that it is later; steps of tools and of other

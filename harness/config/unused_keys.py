@@ -86,6 +86,9 @@ def _of_builder(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
         yield Unused(location, names, "a streamed run forms pairs from all scored candidates; use planning: submitted")
     if not config.adapter.max_staleness:
         yield Unused(location, given(block, ["follow_lag"]), "max_staleness is 0, so each task waits for its version")
+    if config.trainer.planning == "submitted" and block.drop_zero_variance:
+        names = tuple(block.model_fields_set & {"drop_zero_variance"})
+        yield Unused(location, names, "an epochwise run trains what its curriculum selects; see min_reward_diff there")
     if config.environment in MADE_ELSEWHERE:
         names = given(block.sampling, [name for name in type(block.sampling).model_fields if name != "temperature"])
         yield Unused(f"{location}.sampling", names, f"rollouts of {config.environment} are sampled elsewhere")

@@ -106,6 +106,18 @@ def test_keys_that_an_engine_reports_were_given(kind: str) -> None:
         assert all("; " in why for why in found)
 
 
+@pytest.mark.parametrize("planning", ["stream", "submitted"])
+def test_dropping_groups_of_equal_rewards_is_reported_in_an_epochwise_run(
+    written: dict[str, Any], planning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = changed(written, {}, {"max_staleness": 0})
+    written["trainers"]["t"] = {"_type": "rollstream", "planning": planning}
+    assert warnings_of(written, caplog) == []
+    written["trajectory_builders"]["b"]["drop_zero_variance"] = True
+    where = "trajectory_builders.b: drop_zero_variance: accepted, but ignored here (an epochwise run trains what its"
+    assert [one.startswith(where) for one in warnings_of(written, caplog)] == [True] * (planning == "submitted")
+
+
 TWO_GROUPS = {"solver": {"algorithm": {"name": "sft"}}, "critic": {}}
 
 
