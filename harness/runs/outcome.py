@@ -65,6 +65,7 @@ class Outcome(NamedTuple):
     output_dir: Path | None = None
     """Folder of the final model; None if there is none."""
     num_epochs: int = 0
+    """Sealed epochs with a mean reward: not the empty one that ends a run before its last."""
     first_reward: float | None = None
     last_reward: float | None = None
     seconds: float = 0.0
@@ -139,8 +140,7 @@ async def end(
         cause = "completed" if state == "completed" else "failed"
         text = recordable(message, MAX_JOB_ERROR)
         await log.send(RunEnded(run_id=progress.run_id, time_ms=time_ms, cause=cause, message=text))
-    sealed = progress.job(run.jobs[-1].job_id).sealed
-    num_epochs, means = 0 if sealed is None else sealed.epoch + 1, _means(progress, run)
+    num_epochs, means = len(progress.job(run.jobs[-1].job_id).rewards), _means(progress, run)
     first, last, _ = next(iter(means.values()), (None, None, 0))
     outcome = Outcome(progress.run_id, state, progress.version, message, exported, num_epochs, first, last)
     return outcome._replace(rewards=_rewards(means, num_epochs))
