@@ -1,7 +1,8 @@
 """Turns a collection of trajectories into a submission: references to recorded groups, and newly recorded rollouts.
 
-A group is submitted by reference if all its trajectories match the records of one group on the log. Any other group is
-first written to the log as a whole, so that its trajectories are compared with each other there too.
+A group is submitted by reference if all its trajectories match the records of one group on the log, and no group before
+it in the collection refers to the same one. Any other group is first written to the log as a whole, so that its
+trajectories are compared with each other there too.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ async def submitted_groups(handle: RunHandle, epoch: int, groups: Sequence[Group
     Raises ConfigError for a reward that is not a number or too large and for a changed trajectory that names none of
     several agents, RunFailedError if the run is over.
     """
-    references = [_reference(handle, group) for group in groups]
+    references = _references(handle, groups)
     written = [group for group, reference in zip(groups, references, strict=True) if reference is None]
     again = iter(await _write(handle, epoch, written))
     submitted: list[SubmittedGroup] = []
@@ -62,6 +63,13 @@ def num_members(group: Group) -> int:
     """Number of trajectories that a group adds to a manifest: a preference pair adds two."""
     pairs = [sum(isinstance(item, DPOItem) for item in trajectory.episode) for trajectory in group]
     return sum(2 * num or 1 for num in pairs)
+
+
+def _references(handle: RunHandle, groups: Sequence[Group]) -> list[SubmittedGroup | None]:
+    """Groups by reference: of those that refer to one recorded group, the first, because curation plans it once."""
+    found: dict[str, SubmittedGroup] = {}
+    references = [_reference(handle, group) for group in groups]
+    return [one if one is not None and found.setdefault(one.group_id, one) is one else None for one in references]
 
 
 def _reference(handle: RunHandle, group: Group) -> SubmittedGroup | None:

@@ -104,3 +104,22 @@ def test_rewards_keep_their_names_and_weights(tmp_path: Path) -> None:
         )
 
     asyncio.run(scenario())
+
+
+def test_groups_that_share_recorded_trajectories_stay_apart_with_their_rewards(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path))
+        async with opened_rig(rig) as (_, parts):
+            first, second, third = await first_group(parts)
+            others = [each.model_copy(update={"reward": each.reward + 1}) for each in (first, second)]
+            groups = [[first, second], [third], others]
+            ref = await parts.trainer_adapter.submit(TrajectoryCollection(trajectories=groups, run_id="mine"))
+            await parts.trainer_adapter.wait_until_complete(ref)
+        (batch,) = await rig.events("batches", BatchPlanned)
+        found: dict[str, list[float]] = {}
+        for member in batch.members:
+            found.setdefault(member.group_id, []).append(member.reward)
+        assert list(found.values()) == [pytest.approx([each.reward for each in group]) for group in groups]
+        assert next(iter(found)) == (first.metadata or {})["group_id"]
+
+    asyncio.run(scenario())
