@@ -32,16 +32,22 @@ def epoch_of(handle: RunHandle, groups: Sequence[Group]) -> int:
     """
     run_id = handle.run.started.run_id
     named = {
-        int(metadata["epoch"])
+        int((trajectory.metadata or {})["epoch"])
         for group in groups
-        for metadata in (trajectory.metadata or {} for trajectory in group)
-        if metadata.get("run_id") == run_id and "epoch" in metadata
+        for trajectory in group
+        if names_epoch(trajectory, run_id)
     }
     if len(named) > 1:
         raise ConfigError(
             f"trajectories of several epochs cannot be submitted together; submit each by itself: {sorted(named)}"
         )
     return named.pop() if named else max([epochs.next_epoch(handle) - 1, *handle.job.submitted]) + 1
+
+
+def names_epoch(trajectory: Trajectory, run_id: str) -> bool:
+    """Whether a trajectory's metadata has an epoch of this run; without the run's id, the key is its builder's own."""
+    metadata = trajectory.metadata or {}
+    return metadata.get("run_id") == run_id and "epoch" in metadata
 
 
 async def submitted_groups(handle: RunHandle, epoch: int, groups: Sequence[Group]) -> list[SubmittedGroup]:

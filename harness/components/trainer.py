@@ -17,6 +17,7 @@ from rollstream.harness.components.adapter import FINAL, NOTHING_TRAINED, Rollst
 from rollstream.harness.components.curriculum import choose, name_of, resumed, reward_stats, settings_of
 from rollstream.harness.components.history import EpochFiles
 from rollstream.harness.components.interfaces import Trainer, TrainerAdapter
+from rollstream.harness.components.submission import names_epoch
 from rollstream.learner.untrained import CURRICULUM, NO_TRAJECTORIES
 from rollstream.processors.curate.curriculum import CurriculumProgress, begin
 from rollstream.schemas import ids
@@ -310,7 +311,7 @@ def _of_epoch(collection: TrajectoryCollection, run_id: str, epoch: int) -> Traj
     """The collection with the epoch in each trajectory's metadata, so that equal trajectories of two epochs are two
     submissions."""
     groups = [
-        [one if "epoch" in (one.metadata or {}) else _with_epoch(one, run_id, epoch) for one in group]
+        [one if names_epoch(one, run_id) else _with_epoch(one, run_id, epoch) for one in group]
         for group in collection.trajectories
     ]
     return TrajectoryCollection(trajectories=groups, run_id=collection.run_id)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import Field
 
 from rollstream.harness.components.build import components_of
 from rollstream.harness.components.conduct import conduct_components
@@ -29,6 +30,7 @@ REWARDS = (0.0, 1.0)
 
 class ForeignConfig(TrajectoryBuilderConfig, name="foreign_test_builder"):
     is_exact: bool = False
+    metadata: dict[str, Any] = Field(default_factory=dict)
 
 
 class Foreign(TrajectoryBuilder):
@@ -42,6 +44,7 @@ class Foreign(TrajectoryBuilder):
         exact = {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-0.5, -0.1]}
         assert isinstance(self.trajectory_builder_config, ForeignConfig)
         logprobs = exact if self.trajectory_builder_config.is_exact else text
+        metadata = {"id": "sum", **self.trajectory_builder_config.metadata}
         group = [
             Trajectory(
                 episode=[
@@ -49,7 +52,7 @@ class Foreign(TrajectoryBuilder):
                     EpisodeItem(role=EpisodeItemRole.ASSISTANT, content="4", logprobs=logprobs),
                 ],
                 reward=reward,
-                metadata={"id": "sum"},
+                metadata=metadata,
             )
             for reward in REWARDS
         ]
@@ -73,12 +76,16 @@ def _registered_for_a_test() -> Iterator[None]:
     registry.trajectory_builders.update(before)
 
 
-def trained_and_rejected(folder: Path, *, is_exact: bool, **adapter: Any) -> tuple[EpochwiseRig, int, Counter[str]]:
+def trained_and_rejected(
+    folder: Path, *, is_exact: bool, metadata: dict[str, Any] | None = None, **adapter: Any
+) -> tuple[EpochwiseRig, int, Counter[str]]:
     """The run's rig, how many trajectories were trained in its two epochs, and how many were rejected by cause."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     written = {
-        "trajectory_builders": {"b": {"_type": "foreign_test_builder", "is_exact": is_exact}},
+        "trajectory_builders": {
+            "b": {"_type": "foreign_test_builder", "is_exact": is_exact, "metadata": metadata or {}}
+        },
         "trainer_adapters": {
             "a": {"_type": "rollstream", "model": {"path": str(folder / "model")}, "workspace": str(folder), **adapter}
         },
@@ -107,6 +114,11 @@ def trained_and_rejected(folder: Path, *, is_exact: bool, **adapter: Any) -> tup
 
 def test_equal_trajectories_with_token_ids_are_trained_on_in_every_epoch(tmp_path: Path) -> None:
     _, num_trained, rejected = trained_and_rejected(tmp_path, is_exact=True)
+    assert (num_trained, rejected) == (4, Counter())
+
+
+def test_an_epoch_in_the_metadata_of_another_builder_is_not_the_runs(tmp_path: Path) -> None:
+    _, num_trained, rejected = trained_and_rejected(tmp_path, is_exact=True, metadata={"epoch": 0})
     assert (num_trained, rejected) == (4, Counter())
 
 
