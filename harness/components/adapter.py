@@ -8,10 +8,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollstream.eventlog import codec
 from rollstream.harness.components import epochs, run_completion
 from rollstream.harness.components.interfaces import TrainerAdapter
-from rollstream.harness.components.submission import epoch_of, num_members, submitted_groups
+from rollstream.harness.components.submission import (
+    digest_of,
+    epoch_of,
+    num_members,
+    submitted_groups,
+    with_plain_rewards,
+)
 from rollstream.harness.config.components import written_of
 from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import check_submission
@@ -99,6 +104,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         collection gives the same reference. Raises ValueError if there is nothing to train on, ConfigError for
         trajectories that cannot be trained on, RunFailedError if the run or its services are over.
         """
+        trajectories = with_plain_rewards(trajectories)
         groups = [group for group in trajectories.trajectories if group]
         if not groups:
             raise ValueError(
@@ -107,7 +113,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         handle = self._backend()
         check_submission(handle.spec, sum(map(num_members, groups)))
         await handle.begin()
-        digest = codec.canonical_digest(trajectories.model_dump(mode="json"))
+        digest = digest_of(trajectories)
         epoch = self._submitted.get(digest, epoch_of(handle, groups))
         if epoch not in handle.job.seals:
             submitted = await submitted_groups(handle, epoch, groups)

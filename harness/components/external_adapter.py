@@ -12,13 +12,18 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from rollstream.eventlog import codec
 from rollstream.eventlog.artifact_retry import retrying
 from rollstream.eventlog.files import write_whole
 from rollstream.harness.components import epochs, run_completion
 from rollstream.harness.components.adapter import FINAL, RollstreamTrainerAdapter, num_ahead
 from rollstream.harness.components.interfaces import TrainerAdapter
-from rollstream.harness.components.submission import epoch_of, num_members, submitted_groups
+from rollstream.harness.components.submission import (
+    digest_of,
+    epoch_of,
+    num_members,
+    submitted_groups,
+    with_plain_rewards,
+)
 from rollstream.harness.config.jobs import check_submission
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.schemas.errors import ConfigError, RollstreamError, RunFailedError, describe
@@ -111,12 +116,13 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         A process submits the same collection once. Raises ValueError if there is nothing to train on, ConfigError for
         trajectories that cannot be recorded, RunFailedError if the run or its services are over.
         """
+        trajectories = with_plain_rewards(trajectories)
         groups = [group for group in trajectories.trajectories if group]
         if not groups:
             raise ValueError(
                 "no trajectories to submit: every group is empty; relax the curriculum or the dataset's filter"
             )
-        digest = codec.canonical_digest(trajectories.model_dump(mode="json"))
+        digest = digest_of(trajectories)
         if digest in self._refs:
             return self._refs[digest]
         handle = self._backend()

@@ -5,7 +5,10 @@ it in the collection refers to the same one. Any other group is first written to
 trajectories are compared with each other there too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from rollstream.eventlog import codec
 from rollstream.harness.components import epochs
@@ -14,16 +17,69 @@ from rollstream.harness.config.jobs import check_group
 from rollstream.harness.recorded.from_trajectories import rollout_of, rollouts_of_items, weights_of
 from rollstream.harness.recorded.tasks import RECORDED, all_stored, played_by, tasks_of
 from rollstream.harness.runs.run_handle import RunHandle
+from rollstream.producers.rollout.rewards import RewardError, finite
 from rollstream.producers.traces.spans import json_value
 from rollstream.schemas import ids
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ConfigError, describe
 from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.events.recorded import RecordedGroup
 from rollstream.schemas.events.training import SubmittedGroup
-from rollstream.schemas.finetuning import DPOItem, Trajectory
+from rollstream.schemas.finetuning import DPOItem, Trajectory, TrajectoryCollection
 from rollstream.schemas.settings import EXTERNAL, MAX_REWARD_SUM, RolloutSettings
 
 Group = Sequence[Trajectory]
+
+
+def with_plain_rewards(collection: TrajectoryCollection) -> TrajectoryCollection:
+    """The collection with rewards as Python's floats: components may assign numbers of numpy or torch.
+
+    Raises ConfigError naming group and member for a value that is no number.
+    """
+    groups = [
+        [_plain(trajectory, f"of group {number}, member {member}") for member, trajectory in enumerate(group)]
+        for number, group in enumerate(collection.trajectories)
+    ]
+    return TrajectoryCollection.model_construct(trajectories=groups, run_id=collection.run_id)
+
+
+def _plain(trajectory: Trajectory, location: str) -> Trajectory:
+    shaped: Any = trajectory.shaped_rewards
+    try:
+        reward = _float(location, trajectory.reward)
+        if shaped is not None:
+            shaped = [_float(f"shaped_rewards[{index}] {location}", value) for index, value in enumerate(shaped)]
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
+    except TypeError as error:
+        raise ConfigError(f"shaped_rewards {location} is {shaped!r:.80}; expected a list of numbers") from error
+    return trajectory.model_copy(update={"reward": reward, "shaped_rewards": shaped})
+
+
+def _float(location: str, value: Any) -> float:
+    return float(value) if isinstance(value, float) else finite(location, value)
+
+
+def digest_of(collection: TrajectoryCollection) -> str:
+    """Digest of a collection's content. Raises ConfigError naming group, member and key of a value that JSON lacks."""
+    try:
+        return codec.canonical_digest(collection.model_dump(mode="json"))
+    except (TypeError, ValueError, RecursionError) as error:
+        found = next(_unwritable(collection), f"a trajectory cannot be recorded: {describe(error)}")
+        raise ConfigError(f"{found}; give text, numbers, true, false, null, and lists and dicts of these") from error
+
+
+def _unwritable(collection: TrajectoryCollection) -> Iterator[str]:
+    """Values that cannot be written as JSON, and why."""
+    for number, group in enumerate(collection.trajectories):
+        for member, trajectory in enumerate(group):
+            values = {f"metadata[{key!r}]": {key: value} for key, value in (trajectory.metadata or {}).items()}
+            for index, item in enumerate(trajectory.episode):
+                values |= {f"episode[{index}].{name}": value for name, value in item}
+            for key, value in values.items():
+                try:
+                    codec.canonical_digest(to_jsonable_python(value))
+                except (TypeError, ValueError, RecursionError) as error:
+                    yield f"group {number}, member {member}: {key} cannot be recorded: {describe(error)}"
 
 
 def epoch_of(handle: RunHandle, groups: Sequence[Group]) -> int:
