@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib import metadata
 from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any, TypeVar
@@ -61,6 +62,24 @@ def register(known: dict[str, Any], what: str, name: str, value: V) -> V:
         )
     known[name] = value
     return value
+
+
+def installed_entry(group: str, name: str, location: str, *, is_built_in: bool) -> EntryPoint | None:
+    """The entry point of a group with a name; None if no package has one.
+
+    Raises ConfigError if several packages bring the name, or one brings that of a built-in object.
+    """
+    found = {entry.value: entry for entry in metadata.entry_points(group=group, name=name)}
+    if len(found) + is_built_in > 1:
+        bringers = [*(["rollstream"] if is_built_in else []), *map(origin_of, found.values())]
+        raise ConfigError(f"{location}: {name!r} is brought by {' and by '.join(bringers)}; uninstall all but one")
+    return next(iter(found.values()), None)
+
+
+def origin_of(entry: EntryPoint) -> str:
+    """The object and the package of an entry point, for errors."""
+    package = entry.dist.name if entry.dist is not None else "a package without metadata"
+    return f"{entry.value} of {package}"
 
 
 def load_installed(entry_point: EntryPoint, what: str) -> Any:

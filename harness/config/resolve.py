@@ -257,11 +257,10 @@ def _check_groups(finetune: FinetuneConfig, config: RunConfig) -> None:
 
 def _own_settings(algorithm: AlgorithmSettings, location: str) -> AlgorithmSettings:
     """The settings as the class that the algorithm has for them. Raises ConfigError."""
-    if not isinstance(algorithm, CustomSettings):
-        return algorithm
     from rollstream.learner.algorithms import table
 
-    if "declared" in algorithm.model_fields_set:  # it is the algorithm's to say, in records only
+    if isinstance(algorithm, CustomSettings) and "declared" in algorithm.model_fields_set:
+        # it is the algorithm's to say, in records only
         options = {**algorithm.options, "declared": algorithm.declared.model_dump()}
         algorithm = algorithm.model_copy(update={"options": options})
     local = Permissions(named_by_algorithm(algorithm.name))  # the user's own file names it

@@ -31,7 +31,7 @@ from rollstream.schemas.errors import (
     nearest,
 )
 from rollstream.schemas.permissions import CODE, Permissions
-from rollstream.schemas.users_code import import_named, load_installed
+from rollstream.schemas.users_code import import_named, installed_entry, load_installed
 from rollstream.schemas.variables import encodable, traceback_of
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def names() -> list[str]:
 def algorithm(name: str, permissions: Permissions, location: str = "algorithm") -> Algorithm:
     """The algorithm called `name`. `location`: where it is named, for errors.
 
-    Raises NotAllowedError before anything is imported, ConfigError for an unknown name or a class that is not an
-    algorithm.
+    Raises NotAllowedError before anything is imported, ConfigError for an unknown name, one that is brought twice, or a
+    class that is not an algorithm.
     """
     if name in BUILT_IN:
         module = importlib.import_module(f"rollstream.learner.algorithms.builtin.{name}")
@@ -80,6 +80,7 @@ def settings_of(written: AlgorithmSettings, permissions: Permissions, location: 
     Raises as `algorithm` does, and ConfigError for a key or a value that the algorithm does not take.
     """
     if not isinstance(written, CustomSettings):
+        installed_entry(GROUP, written.name, f"{location}.name", is_built_in=written.name in BUILT_IN)
         return written
     kind = _class(written.name, permissions, location).Settings
     common = {
@@ -143,7 +144,8 @@ def _class(name: str, permissions: Permissions, location: str) -> type[Algorithm
 
 
 def _installed(name: str, location: str) -> Any:
-    for entry_point in metadata.entry_points(group=GROUP, name=name):
+    entry_point = installed_entry(GROUP, name, f"{location}.name", is_built_in=False)
+    if entry_point is not None:
         return load_installed(entry_point, f"{location}.name: {name} ({entry_point.value})")
     near = _BY_SETTINGS.get(name.lower()) or nearest(name, names())
     hint = (

@@ -18,7 +18,7 @@ from rollstream.producers.engines.base import Engine, EngineKind
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.engine_settings import ENGINES, EngineSettings
 from rollstream.schemas.errors import ConfigError, RollstreamError, describe, first_invalid, nearest
-from rollstream.schemas.users_code import load_installed
+from rollstream.schemas.users_code import installed_entry, load_installed, origin_of
 from rollstream.schemas.variables import conceal, expand
 
 GROUP = "rollstream.engines"
@@ -85,19 +85,14 @@ def _resolved(written: EngineSettings, env: Mapping[str, str], location: str) ->
 
 def _kind_of(name: str, location: str) -> EngineKind:
     """The kind called `name`. Raises ConfigError if there is none, more than one, or it names no kind."""
-    installed = metadata.entry_points(group=GROUP)
-    found = {entry.value: entry for entry in installed if entry.name == name}
-    known = sorted({*ENGINES, *installed.names})
-    if len(found) + (name in ENGINES) > 1:
-        bringers = [*(["rollstream"] if name in ENGINES else []), *map(_origin, found.values())]
-        raise ConfigError(f"{location}: {name!r} is brought by {' and by '.join(bringers)}; uninstall all but one")
+    entry = installed_entry(GROUP, name, location, is_built_in=name in ENGINES)
     if name in ENGINES:
         return _built_in(name)
-    if not found:
+    if entry is None:
+        known = sorted({*ENGINES, *metadata.entry_points(group=GROUP).names})
         near = nearest(name, known)
         hint = f"did you mean {near}? " if near is not None else ""
         raise ConfigError(f"{location}: {name!r} is unknown; {hint}known kinds: {', '.join(known)}")
-    (entry,) = found.values()
     return _imported(entry, location)
 
 
@@ -114,7 +109,7 @@ def _built_in(name: str) -> EngineKind:
 
 
 def _imported(entry: metadata.EntryPoint, location: str) -> EngineKind:
-    where = f"{location}: {entry.name!r} ({_origin(entry)})"
+    where = f"{location}: {entry.name!r} ({origin_of(entry)})"
     kind = load_installed(entry, where)
     if not isinstance(kind, EngineKind):
         raise ConfigError(f"{where} is a {type(kind).__name__}; an EngineKind is expected, correct it")
@@ -141,11 +136,6 @@ def _check_engine(engine: object, where: str) -> None:
 
 def _is_async(owner: object, name: str) -> bool:
     return inspect.iscoroutinefunction(inspect.getattr_static(owner, name))
-
-
-def _origin(entry: metadata.EntryPoint) -> str:
-    package = entry.dist.name if entry.dist is not None else "a package without metadata"
-    return f"{entry.value} of {package}"
 
 
 def _line(error: ValidationError, settings: type[EngineSettings], location: str) -> str:

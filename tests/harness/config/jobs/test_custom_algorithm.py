@@ -346,20 +346,36 @@ def test_replay_trains_by_an_algorithm_of_a_record_only_if_it_is_allowed(
         check_stored(written, {}, run_id="run-1", trust=False)
 
 
+def installed(folder: Path, name: str, entry_points: str) -> None:
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[rollstream.algorithms]\n{entry_points}\n")
+
+
 def test_an_installed_package_brings_an_algorithm_by_an_entry_point(
     written: dict[str, Any], model: Path, tmp_path: Path, module: Callable[[str], str]
 ) -> None:
     name = module(HEAD + "    def loss(self, tokens, settings): return Losses(-tokens.logprobs_N, {})\n")
-    metadata = tmp_path / f"{name}-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[rollstream.algorithms]\nmine = {name}:Mine\n")
+    installed(tmp_path, name, f"mine = {name}:Mine")
     assert "mine" in table.names()
     (spec,) = jobs_of(configured(written, model, name="mine"), "run-1")
     assert isinstance(spec.job.algorithm, CustomSettings)
     settings: Any = table.settings_of(spec.job.algorithm, NOTHING)
     assert settings.advantage == "group_std"
     assert allowed_by(configured(written, model, name="mine")) == (f"model:{model}",)
+
+
+def test_an_algorithm_that_two_packages_bring_or_that_is_built_in_is_refused(
+    written: dict[str, Any], model: Path, tmp_path: Path, module: Callable[[str], str]
+) -> None:
+    name = module(HEAD + "    def loss(self, tokens, settings): return Losses(-tokens.logprobs_N, {})\n")
+    for package in ("first", "second"):
+        installed(tmp_path, package, f"mine = {package}:Mine\ngrpo = {name}:Mine")
+    with pytest.raises(ConfigError, match=r"'mine' is brought by .*:Mine of .* and by .*; uninstall all but one"):
+        configured(written, model, name="mine")
+    with pytest.raises(ConfigError, match=r"'grpo' is brought by rollstream and by "):
+        configured(written, model, name="grpo")
 
 
 def test_a_file_with_the_keys_of_another_algorithm_is_read_with_a_warning(
