@@ -136,11 +136,14 @@ def _with_standard_names(
 
 
 def examples_of(inputs: Iterable[object], location: str) -> list[Example]:
-    """Examples made by an environment, with their own `id` or else numbered. Raises ConfigError."""
-    return _unique(
+    """Examples made by an environment, with their own `id` or else numbered; the inputs as JSON holds them, such as a
+    list for a tuple and a text for a date. Raises ConfigError.
+    """
+    examples = _unique(
         [_example(_made(row, f"{location}, example {n}"), location, "id", number=n) for n, row in enumerate(inputs)],
         location,
     )
+    return [example._replace(inputs=orjson.loads(orjson.dumps(example.inputs))) for example in examples]
 
 
 def _made(row: object, location: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Datasets of every type that is read here: rows to examples, filters, and the standard names of columns."""
 
 import csv
+import datetime
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.dataset import MAX_INPUT_BYTES, Example, read_dataset, section_of
+from rollstream.harness.config.dataset import examples_of as made_examples
 from rollstream.harness.runs.plan import examples_of
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import DatasetSection
@@ -292,3 +294,10 @@ def test_examples_of_ones_own_environment_that_are_not_mappings_name_its_class(
     assert str(error.value) == (
         f"environment {name}: Mine.examples(), example 0: is 1; return a mapping of inputs for each example"
     )
+
+
+def test_examples_that_an_environment_makes_hold_what_json_holds() -> None:
+    made = made_examples([{"pair": (1, 2), "day": datetime.date(2026, 1, 1)}], "here")
+    assert made == [Example("0", {"pair": [1, 2], "day": "2026-01-01"})]
+    with pytest.raises(ConfigError, match="example '0' cannot be recorded: nan is not a finite number"):
+        made_examples([{"value": (float("nan"),)}], "here")
