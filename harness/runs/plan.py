@@ -335,6 +335,9 @@ def examples_of(config: RunConfig) -> list[dataset.Example]:
     location = f"environment {config.environment}: {type(environment).__name__}.examples()"
     with users_code(location, config):
         examples = dataset.examples_of(environment.examples(num, config.adapter.seed), location)
+    with users_code(f"environment {config.environment}: required_inputs()", config):
+        for example in examples:
+            environment.check_inputs(example.inputs, example.example_id)
     if config.environment != RECORDED:  # examples are part of the recorded rollouts
         check_examples(config, examples, f"environment {config.environment}")
     return examples

@@ -201,8 +201,7 @@ def check_workflow(config: RunConfig) -> None:
     if not is_there:
         raise ConfigError(
             f"--endpoint {config.endpoint}: the server returned 404 for {' and '.join(PATHS)}; give the address of a "
-            f"NAT "
-            "server (`nat serve`), such as http://localhost:8000"
+            "NAT server (`nat serve`), such as http://localhost:8000"
         )
 
 
@@ -245,7 +244,8 @@ def check_names(config: RunConfig, *, is_new: bool = True) -> None:
         return
     _import_modules(config)
     environment = environment_of(config)
-    environment.check_agents(config.builder.agents)
+    with users_code(f"environment {config.environment}: required_agents()", config):
+        environment.check_agents(config.builder.agents)
     if config.builder.league is not None:
         location = f"trajectory_builders.{config.finetuning.trajectory_builder}.league"
         if config.environment in MADE_ELSEWHERE:

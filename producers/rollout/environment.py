@@ -5,7 +5,7 @@ Environments know neither Kafka nor tokens; their calls to the session become th
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from rollstream.producers.rollout.session import Message, Session
 from rollstream.schemas.errors import ConfigError, EnvironmentRunError
@@ -60,7 +60,7 @@ class Environment(ABC):
 
     def check_agents(self, agents: Iterable[str]) -> None:
         """Raises ConfigError naming the agents that it plays with and the run does not have."""
-        required, given = self.required_agents(), tuple(agents)
+        required, given = self._names("required_agents", self.required_agents()), tuple(agents)
         missing = [name for name in required if name not in given]
         if missing:
             raise ConfigError(
@@ -74,13 +74,23 @@ class Environment(ABC):
 
     def check_inputs(self, inputs: Mapping[str, Any], example_id: str) -> None:
         """Raises ConfigError naming the example and the first of the required keys that it lacks."""
-        missing = next((key for key in self.required_inputs() if key not in inputs), None)
+        required = self._names("required_inputs", self.required_inputs())
+        missing = next((key for key in required if key not in inputs), None)
         if missing is not None:
             shown = ", ".join(list(inputs)[:MAX_SHOWN]) or "none"
             raise ConfigError(
                 f"example {example_id!r} has no key {missing!r}, which environment {type(self).__name__} needs; its "
                 f"keys are: {shown}; correct environment_config, or add the key to the dataset"
             )
+
+    def _names(self, method: str, found: object) -> tuple[str, ...]:
+        """Names that a method of users returned. Raises ConfigError for anything but a collection of texts."""
+        names = tuple(cast("Iterable[object]", found)) if isinstance(found, list | tuple | set | frozenset) else (None,)
+        if not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f"environment {type(self).__name__}: {method}() returned {found!r:.80}; return a list or tuple of texts"
+            )
+        return cast("tuple[str, ...]", names)
 
     def examples(self, num: int, seed: int) -> list[dict[str, Any]]:
         """Inputs of `num` examples, for runs without a dataset file. Empty by default: the task's seed decides."""

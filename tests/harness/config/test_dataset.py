@@ -16,6 +16,7 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config.dataset import MAX_INPUT_BYTES, Example, read_dataset, section_of
 from rollstream.harness.config.dataset import examples_of as made_examples
 from rollstream.harness.runs.plan import examples_of
+from rollstream.harness.runs.preflight import check_names
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import DatasetSection
 
@@ -294,6 +295,32 @@ def test_examples_of_ones_own_environment_that_are_not_mappings_name_its_class(
     assert str(error.value) == (
         f"environment {name}: Mine.examples(), example 0: is 1; return a mapping of inputs for each example"
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "message"),
+    [
+        ("required_agents", "return None", r"required_agents\(\) returned None; return a list or tuple of texts"),
+        ("required_agents", "return 'agent'", r"required_agents\(\) returned 'agent'; return"),
+        ("required_agents", "return (1,)", r"required_agents\(\) returned \(1,\); return"),
+        ("required_agents", "raise KeyError('x')", r"required_agents\(\): KeyError"),
+        ("required_inputs", "return None", r"required_inputs\(\) returned None; return"),
+        ("required_inputs", "raise KeyError('x')", r"required_inputs\(\): KeyError"),
+        ("required_inputs", "return ['q']", "example '0' has no key 'q'"),
+    ],
+)
+def test_requirements_of_an_environment_that_cannot_be_read_or_met_are_refused(
+    written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, body: str, message: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = f"own_{abs(hash((method, body)))}"
+    head = "from rollstream.producers import Environment\nclass Mine(Environment):\n"
+    head += "    async def run(self, session): ...\n"
+    (tmp_path / f"{module}.py").write_text(f"{head}    def {method}(self): {body}\n")
+    written["workflow"] = {"environment": f"python:{module}.Mine"}
+    config = config_file.resolve(written).config
+    with pytest.raises(ConfigError, match=message):
+        (check_names if method == "required_agents" else examples_of)(config)
 
 
 def test_examples_that_an_environment_makes_hold_what_json_holds() -> None:
