@@ -33,7 +33,7 @@ Group = Sequence[Trajectory]
 def with_plain_rewards(collection: TrajectoryCollection) -> TrajectoryCollection:
     """The collection with rewards as Python's floats: components may assign numbers of numpy or torch.
 
-    Raises ConfigError naming group and member for a value that is no number.
+    Raises ConfigError naming group and member for a value that is not a number.
     """
     groups = [
         [_plain(trajectory, f"of group {number}, member {member}") for member, trajectory in enumerate(group)]
