@@ -86,9 +86,7 @@ class RolloutSettings(Settings):
     drop_dead_branches: bool = added(False)
     """Leave out answers that no later prompt of their agent goes on from, unless they are its last one."""
     renderer: str = added("auto", min_length=1)
-    """Renderer for calls with tools: `auto` (one that writes as the model's chat template does), `none`, or a family's
-    name.
-    """
+    """Renderer for tool calls: `auto` (one that writes as the model's chat template does), `none`, or a family."""
     frozen_agents: tuple[str, ...] = added(())
     """Agents whose model groups are not trained; they need no reward."""
 
@@ -163,11 +161,12 @@ class PlanSettings(Settings):
     """Rollouts of a task beyond `num_generations`; its group closes once `num_generations` are complete."""
     has_recorded_sizes: bool = added(False)
     """Whether a task asks for no more rollouts than its example's inputs hold recorded ones."""
-    revision: Literal[1, 2, 3] = added(1)
+    revision: Literal[1, 2, 3, 4] = added(1)
     """Rules of planning; a recorded plan keeps its own. 2: a group smaller than `min_generations` is viable if all of
     it is complete; of an epoch's validations the one whose group closed last is judged, by all its groups; a
     refill asks for an example twice only where there is no other. 3: manifests count the rollbacks before them, and a
-    job's schedule and percentage no rollbacks; the evaluation gate counts rewards without a sampled token."""
+    job's schedule and percentage no rollbacks; the evaluation gate counts rewards without a sampled token. 4: the
+    curriculum compares rewards of the same agent."""
 
     def minimum_of(self, size: int) -> int:
         """Complete rollouts that a group of that size must have to be trained on: all of a small one."""
@@ -177,7 +176,9 @@ class PlanSettings(Settings):
 
 COUNTS_ADOPTED_SINCE = 3
 """The revision of plans since which manifests count the rollbacks before them."""
-NEW_PLAN: Mapping[str, Any] = {"knows_single_group": True, "revision": 3}
+JUDGES_AGENTS_SINCE = 4
+"""The revision of plans since which the curriculum compares rewards of the same agent."""
+NEW_PLAN: Mapping[str, Any] = {"knows_single_group": True, "revision": 4}
 """Fields of new plans by which they follow the newest rules."""
 
 
@@ -300,9 +301,7 @@ class WarmStart(Settings):
     mini_batches: int = Field(default=1, ge=1)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     in_forks: bool = False
-    """Whether it also applies in a run that branches from a version of another one, which has trained weights to begin
-    with.
-    """
+    """Whether it also applies in a run that branches from a version of another one, which has trained weights."""
 
 
 NEWEST_REVISION: Literal[15] = 15

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollstream.processors.curate.candidates import mean
+from rollstream.processors.curate.candidates import bounds_by_agent, largest_range, mean
 from rollstream.processors.curate.curriculum import CurriculumProgress, GroupRewards, Kept, begin, epochwise_filter
 from rollstream.schemas.events import EpochSealed
 from rollstream.schemas.finetuning import CurriculumLearningConfig, Trajectory
@@ -38,7 +38,9 @@ def choose(
     its trajectories.
     """
     rewards = [
-        GroupRewards(f"{index:06d}", name_of(group, index, settings), tuple(one.reward for one in group))
+        GroupRewards(
+            f"{index:06d}", name_of(group, index, settings), tuple(one.reward for one in group), _range_by_agent(group)
+        )
         for index, group in enumerate(groups)
     ]
     progress, kept = epochwise_filter(rewards, settings, progress, epoch, seed, rng)
@@ -64,6 +66,11 @@ def reward_stats(groups: Groups) -> dict[str, Any]:
         "num_trajectories": len(rewards),
         "num_groups": len(groups),
     }
+
+
+def _range_by_agent(group: Sequence[Trajectory]) -> float:
+    """Largest difference of rewards of one agent; trajectories that name no agent are of one."""
+    return largest_range(bounds_by_agent((str((one.metadata or {}).get("agent")), one.reward) for one in group))
 
 
 def _selection(kept: Kept) -> tuple[int, tuple[int, ...]]:

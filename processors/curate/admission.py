@@ -3,10 +3,18 @@
 from collections.abc import Sequence
 
 from rollstream.processors.curate import ledger
-from rollstream.processors.curate.candidates import Candidate, Entry, candidate, is_trainable, rollout_rewards
+from rollstream.processors.curate.candidates import (
+    Candidate,
+    Entry,
+    bounds_by_agent,
+    candidate,
+    is_trainable,
+    rollout_rewards,
+)
 from rollstream.processors.curate.state import Epoch, Job
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import GroupClosed
+from rollstream.schemas.settings import JUDGES_AGENTS_SINCE
 
 
 def offered(job: Job, event: GroupClosed) -> GroupClosed:
@@ -49,7 +57,10 @@ def admit(job: Job, epoch: Epoch, event: GroupClosed) -> list[Event]:
         return _keep_waiting(job, epoch, group, event)
     if not group.is_demonstration:
         newest = max(member.max_version for member in event.members)
-        job.window.add(event.example_id, event.group_id, Entry(newest, rollout_rewards(event.members)))
+        entry = Entry(newest, rollout_rewards(event.members))
+        if job.started.plan.revision >= JUDGES_AGENTS_SINCE:
+            entry = entry._replace(bounds=bounds_by_agent((one.agent, one.reward) for one in event.members))
+        job.window.add(event.example_id, event.group_id, entry)
     needs_logprobs = job.started.plan.needs_logprobs and not group.is_demonstration
     indices = [
         index for index, member in enumerate(group.members) if is_trainable(member, needs_logprobs=needs_logprobs)

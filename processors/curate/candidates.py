@@ -93,12 +93,36 @@ def rollout_rewards(members: Iterable[MemberRef]) -> tuple[float, ...]:
     return tuple(mean(rewards) for _, rewards in sorted(by_member.items()))
 
 
+class AgentBounds(NamedTuple):
+    """Smallest and largest reward of an agent."""
+
+    agent: str
+    smallest: float
+    largest: float
+
+
+def bounds_by_agent(rewards: Iterable[tuple[str, float]]) -> tuple[AgentBounds, ...]:
+    """Smallest and largest of the rewards of each agent; `rewards`: pairs of agent and reward."""
+    return united(AgentBounds(agent, reward, reward) for agent, reward in rewards)
+
+
+def united(bounds: Iterable[AgentBounds]) -> tuple[AgentBounds, ...]:
+    """One entry per agent, sorted by name, with the smallest and the largest of its rewards."""
+    found: dict[str, AgentBounds] = {}
+    for one in bounds:
+        known = found.get(one.agent, one)
+        found[one.agent] = AgentBounds(one.agent, min(known.smallest, one.smallest), max(known.largest, one.largest))
+    return tuple(bound for _, bound in sorted(found.items()))
+
+
+def largest_range(bounds: Iterable[AgentBounds]) -> float:
+    """Largest difference of rewards of one agent; 0 if there are none."""
+    return max((one.largest - one.smallest for one in bounds), default=0.0)
+
+
 def reward_range(members: Iterable[MemberRef]) -> float:
     """Largest difference of rewards between trajectories of the same agent; 0 if there are none."""
-    by_agent: dict[str, list[float]] = {}
-    for member in members:
-        by_agent.setdefault(member.agent, []).append(member.reward)
-    return max((max(rewards) - min(rewards) for rewards in by_agent.values()), default=0.0)
+    return largest_range(bounds_by_agent((member.agent, member.reward) for member in members))
 
 
 def mean(values: Sequence[float]) -> float:
@@ -115,7 +139,7 @@ class Stats:
     """Population variance."""
     count: int
     reward_range: float
-    """Largest minus smallest reward."""
+    """Largest difference of rewards of one agent; in plans before `JUDGES_AGENTS_SINCE` of means over the agents."""
 
 
 class Entry(NamedTuple):
@@ -123,6 +147,8 @@ class Entry(NamedTuple):
 
     version: int
     rewards: tuple[float, ...]
+    bounds: tuple[AgentBounds, ...] = ()
+    """Bounds of each agent's rewards; none in plans before `JUDGES_AGENTS_SINCE`."""
 
 
 @dataclass(slots=True)
@@ -152,8 +178,9 @@ class Window:
     def stats(self, example_id: str, since: int) -> Stats | None:
         """Statistics over entries of version `since` and newer; None for an example without any."""
         groups = self.entries.get(example_id, {})
-        rewards = [reward for _, entry in sorted(groups.items()) if entry.version >= since for reward in entry.rewards]
-        return describe(rewards) if rewards else None
+        entries = [entry for _, entry in sorted(groups.items()) if entry.version >= since]
+        rewards = [reward for entry in entries for reward in entry.rewards]
+        return describe(rewards, united(one for entry in entries for one in entry.bounds)) if rewards else None
 
     def known(self, since: int) -> Mapping[str, Stats]:
         """Statistics of every example that has an entry of version `since` or newer."""
@@ -170,9 +197,11 @@ class Window:
         return content
 
 
-def describe(rewards: list[float]) -> Stats:
-    """Mean, population variance, count and range of at least one reward, by exactly rounded sums."""
+def describe(rewards: list[float], bounds: Sequence[AgentBounds] = ()) -> Stats:
+    """Mean, population variance and count of at least one reward, by exactly rounded sums, and the range: by agent, or
+    of all rewards if there are no bounds.
+    """
     count = len(rewards)
     mean = math.fsum(rewards) / count
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / count
-    return Stats(mean, variance, count, max(rewards) - min(rewards))
+    return Stats(mean, variance, count, largest_range(bounds) if bounds else max(rewards) - min(rewards))

@@ -32,6 +32,15 @@ class GroupRewards(NamedTuple):
     group_id: str
     example_id: str
     rewards: tuple[float, ...]
+    range_by_agent: float | None = None
+    """Largest difference of rewards of one agent; None: that of all rewards counts."""
+
+    @property
+    def reward_range(self) -> float:
+        """Difference of rewards that the curriculum goes by; 0 if there are none."""
+        if self.range_by_agent is not None:
+            return self.range_by_agent
+        return max(self.rewards) - min(self.rewards) if self.rewards else 0.0
 
 
 class Kept(NamedTuple):
@@ -82,7 +91,7 @@ def epochwise_filter(
     draw = _Draw(seed, epoch, None if settings.seeded_subsample else rng)
     if len(groups) == 1 and not settings.filter_single_group:
         return progress, _subsample_members(groups[0], settings.random_subsample, draw)
-    differing = [g for g in groups if g.rewards and max(g.rewards) - min(g.rewards) >= settings.min_reward_diff]
+    differing = [g for g in groups if g.rewards and g.reward_range >= settings.min_reward_diff]
     if not differing:
         return progress, []
     progress = expand(progress, epoch, settings)

@@ -12,7 +12,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.events import BatchPlanned, SubmissionReceived
 from rollstream.schemas.events.training import BatchMember
-from rollstream.schemas.settings import COUNTS_ADOPTED_SINCE
+from rollstream.schemas.settings import COUNTS_ADOPTED_SINCE, JUDGES_AGENTS_SINCE
 
 
 def advance(run: Run, job: Job, epoch: Epoch, time_ms: int) -> list[Event]:
@@ -122,7 +122,11 @@ def _filter(
     """The epochwise curriculum over an epoch's groups: the kept ones, in record order, and the rejections."""
     plan = job.started.plan
     seed = ids.derive_seed(run.started.seed, job.started.job_id, "curriculum")
-    seen = [curriculum.GroupRewards(group.group_id, group.example_id, group.rewards) for group in groups]
+    by_agent = plan.revision >= JUDGES_AGENTS_SINCE
+    seen = [
+        curriculum.GroupRewards(g.group_id, g.example_id, g.rewards, g.reward_range if by_agent else None)
+        for g in groups
+    ]
     settings = plan.curriculum
     if not plan.knows_single_group:
         settings = settings.model_copy(update={"filter_single_group": False})

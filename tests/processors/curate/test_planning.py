@@ -9,7 +9,7 @@ from rollstream.eventlog import codec
 from rollstream.processors.curate.candidates import Candidate
 from rollstream.processors.curate.state import num_batches
 from rollstream.schemas import ids
-from rollstream.schemas.events import BatchPlanned, EpochSealed, TaskCancelled, TrajectoryRejected
+from rollstream.schemas.events import BatchPlanned, EpochSealed, TaskCancelled, TaskRequested, TrajectoryRejected
 from rollstream.schemas.settings import PlanSettings
 
 TWO_BATCHES = {"tasks_per_epoch": 4, "batches_per_epoch": 2, "max_staleness": 1, "num_generations": 2}
@@ -101,6 +101,37 @@ def test_agents_of_one_group_are_compared_each_with_itself(partition, make_membe
         for number in range(2)
     )
     assert {cause for _, cause in causes(partition.close(task, (), members=members))} == {"zero_variance"}
+
+
+@pytest.mark.parametrize("steer", [True, False])
+@pytest.mark.parametrize(("revision", "is_judged_by_agent"), [(3, False), (4, True)])
+def test_the_curriculum_compares_rewards_of_one_agent_since_revision_4(
+    partition, make_member, pick, steer, revision, is_judged_by_agent
+):
+    """In a zero-sum game each rollout's mean is the same: in the first example each agent wins once, in the second
+    "x" always wins."""
+    plan = {"tasks_per_epoch": 2, "num_generations": 2, "num_epochs": 2, "drop_zero_variance": False}
+    curriculum = {"enabled": True, "steer": steer, "initial_percentile": 1.0, "explore_share": 0.0}
+    partition.dataset = {name: {"name": name} for name in ("balanced", "unbalanced")}
+    tasks = partition.start(**plan, revision=revision, curriculum=curriculum)
+    balanced, unbalanced = sorted(tasks, key=lambda task: task.example_id)
+
+    def played(task, winners):
+        rewards = [(number, agent, float(agent == winner)) for number, winner in enumerate(winners) for agent in "xo"]
+        name = f"{task.group_id}/m{{}}/a0/{{}}"
+        return tuple(
+            make_member(task.group_id, number, reward, agent=agent, trajectory_id=name.format(number, agent))
+            for number, agent, reward in rewards
+        )
+
+    outputs = [*partition.close(balanced, (), members=played(balanced, "xo"))]
+    outputs += partition.close(unbalanced, (), members=played(unbalanced, "xx"))
+    expected = {"balanced"} if is_judged_by_agent else {"balanced", "unbalanced"}
+    if steer:
+        assert {task.example_id for task in pick(TaskRequested, partition.start_epoch(1))} == expected
+    else:
+        trained = {tasks[index].example_id for index in groups_in(pick(BatchPlanned, outputs)[0])}
+        assert trained == expected
 
 
 def test_an_epoch_without_a_trainable_group_is_sealed_empty(partition, pick):

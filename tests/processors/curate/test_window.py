@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.eventlog.codec import canonical_digest
-from rollstream.processors.curate.candidates import Entry, Window
+from rollstream.processors.curate.candidates import Entry, Window, bounds_by_agent
 
 ENTRIES = st.lists(
     st.tuples(
@@ -37,6 +37,13 @@ def test_statistics_cover_the_groups_inside_the_window_only():
     assert window.stats("a", since=7) is None
     assert window.stats("b", since=0) is None
     assert window.known(since=7) == {}
+
+
+def test_the_range_of_several_agents_is_the_largest_of_one_agent_over_all_groups():
+    first = Entry(1, (0.5, 0.5), bounds_by_agent([("o", 0.0), ("x", 1.0), ("o", 0.0), ("x", 1.0)]))
+    second = Entry(2, (0.5, 0.5), bounds_by_agent([("x", 0.75), ("o", 0.25)]))
+    window = filled([("a", "g1", first), ("a", "g2", second)])
+    assert [window.known(since)["a"].reward_range for since in (1, 2)] == [0.25, 0.0]
 
 
 def test_an_example_without_rewards_stays_unknown():
