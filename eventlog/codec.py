@@ -127,7 +127,7 @@ def decode(record: Record, *, num_partitions: int | None = None) -> Received:
     if record.key is not None and record.key != key:
         raise DecodeError(f"wrong key: record has {record.key!r}, event says {event.key!r}")
     if num_partitions is not None:
-        own = event.partition if type(event) is Tick else partition_of(key, num_partitions)
+        own = own_partition(event, num_partitions)
         if record.partition != own:
             raise DecodeError(
                 f"wrong partition: the record is in {record.partition}, and {event.event_id} belongs to {own}"
@@ -137,6 +137,11 @@ def decode(record: Record, *, num_partitions: int | None = None) -> Received:
     else:
         digest = partial(_digest, content, event.UNDIGESTED)
     return Received(event, digest, record.position, record.timestamp_ms)
+
+
+def own_partition(event: Event, num_partitions: int) -> int:
+    """The partition that an event belongs to, of a topic with that many."""
+    return event.partition if type(event) is Tick else partition_of(event.key, num_partitions)
 
 
 def kind_of(record: Record) -> str | None:

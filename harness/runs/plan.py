@@ -30,7 +30,7 @@ from rollstream.producers.league.draw import frozen_player
 from rollstream.producers.league.opponents import PublishedVersions, base_model_of
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
-from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError, TruncatedError
+from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError, TopicError, TruncatedError
 from rollstream.schemas.evaluators import DatasetSection
 from rollstream.schemas.events import JobStarted, RunStarted, TaskRequested
 from rollstream.schemas.events.recorded import RECORDED
@@ -220,10 +220,13 @@ async def open_run(
     """A run of the log with the jobs of its own configuration. A run that has ended is not conducted again.
 
     Raises ConfigError for other settings than the run's, in particular NotAllowedError for names that only the stored
-    configuration has, unless `trust`; ArtifactError for a store without the run's dataset.
+    configuration has, unless `trust`; TopicError for topics with other partitions than at the run's start;
+    ArtifactError for a store without the run's dataset.
     """
     progress = await look_up(log, run_id)
     assert progress.run is not None
+    if progress.ended is None:
+        await _check_partitions(log, progress.run)
     check_stored(progress.run.config, loaded.written, run_id=run_id, trust=trust)
     is_fork = progress.run.parent is not None
     stored = config_file.resolve(dict(progress.run.config))
@@ -253,6 +256,17 @@ async def open_run(
         artifacts.drop_copy(progress.run.dataset)
     kept = tuple(weighted_as_recorded(spec, progress.job(spec.job_id).started) for spec in jobs)
     return RunPlan(progress.run, kept, is_new=False, is_over=progress.ended is not None)
+
+
+async def _check_partitions(log: EventLog, started: RunStarted) -> None:
+    """Raises TopicError if partitions were added to the topics: the open tasks of the run would be in wrong ones."""
+    found = await log.num_partitions(TaskRequested.TOPIC)
+    if found != started.num_partitions:
+        raise TopicError(
+            f"run {started.run_id} began with {started.num_partitions} partitions, and topic {TaskRequested.TOPIC} has "
+            f"{found}; it cannot be continued: begin a new run from one of its versions "
+            f"(`rollstream finetune --fork {started.run_id}@VERSION`)"
+        )
 
 
 def planned_as(config: RunConfig, planning: Literal["stream", "submitted"]) -> RunConfig:

@@ -167,9 +167,12 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
     artifacts = ArtifactStore(location.artifact_uri)
     async with AsyncExitStack() as stack:
         log = await stack.enter_async_context(KafkaLog(location.kafka, client_id="rollstream-finetune"))
-        await log.ensure_topics(num_partitions=run_request.config.builder.num_partitions)
+        wanted = run_request.config.builder.num_partitions
+        await log.ensure_topics(num_partitions=wanted if run_request.resume is None else None)
         check_topics(location.workspace, await log.cluster_id(), await log.topic_ids())
         run = await plan(run_request, log, artifacts, lease.examples)
+        if not run.is_new:  # after its own count was compared: no count in the file continues it on altered topics
+            await log.ensure_topics(num_partitions=wanted)
         workspace = Workspace(location.workspace)
         workspace.remember_broker(
             run_request.config.builder.bootstrap_servers,
@@ -332,17 +335,8 @@ def _supervisor(config: RunConfig, lease: WorkspaceLease, run_id: str, artifacts
     ranks = {"producers": 0, "endpoint": 0, "processors": 1, "learner": 2, "tracker": 3, "metrics": 4}
     for name, settings in services_of(config, location, run_id, validation=validation_config(config)).items():
         service = name.rsplit("-", 1)[0]
-        command = [
-            sys.executable,
-            "-m",
-            "rollstream.harness.cli.main",
-            "serve",
-            service,
-            "--name",
-            name,
-            "--settings",
-            "-",
-        ]
+        serve = [sys.executable, "-m", "rollstream.harness.cli.main", "serve", service]
+        command = [*serve, "--name", name, "--settings", "-"]
         stdin = with_secrets(settings).encode()
         specs.append(ChildSpec(name, command, stdin, ranks[service], service in WITH_MODELS, service != "tracker"))
     return Supervisor(

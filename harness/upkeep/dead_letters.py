@@ -17,11 +17,9 @@ from rollstream.eventlog.log import (
     TopicPartition,
     check_record_size,
     format_position,
-    partition_of,
 )
 from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import DecodeError, LogError, TruncatedError
-from rollstream.schemas.events import Tick
 from rollstream.schemas.ids import run_of
 from rollstream.schemas.topics import TOPICS
 
@@ -192,7 +190,7 @@ async def _checked(log: EventLog, number: int, record: Record, *, force: bool) -
 def _in_own_partition(record: Record, num_partitions: int) -> Record:
     """The record where its event belongs. Raises DecodeError."""
     event, _ = codec.parse(record.topic, record.value)
-    own = event.partition if isinstance(event, Tick) else partition_of(event.key, num_partitions)
+    own = codec.own_partition(event, num_partitions)
     return replace(record, partition=own) if 0 <= own < num_partitions else record
 
 

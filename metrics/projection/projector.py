@@ -8,18 +8,20 @@ nothing and loses nothing.
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.artifact_retry import retrying
-from rollstream.eventlog.codec import decode
+from rollstream.eventlog.codec import decode, kind_of, own_partition
 from rollstream.eventlog.dead_letters import redriven
 from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition, check_kept
+from rollstream.eventlog.log import EventLog, LogReader, Received, Record, TopicPartition, check_kept
+from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.rows import dead_letter_row, rows_of
 from rollstream.schemas.errors import DecodeError, TruncatedError
+from rollstream.schemas.events import RunStarted
 from rollstream.schemas.topics import TOPICS
 
 logger = logging.getLogger(__name__)
@@ -34,12 +36,20 @@ PAUSE_S = 2.0
 tens of milliseconds. A query wakes the projector."""
 
 
+class _MisplacedError(Exception):
+    """A record is in another partition than its own by the topic's present count of partitions."""
+
+
 def project(
-    records: Iterable[Record], num_partitions: Mapping[str, int] | None = None
+    records: Iterable[Record],
+    num_partitions: Mapping[str, int] | None = None,
+    recorded: Mapping[str, int] | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Rows by table. A record that is not an event leaves no row: its first reader sent it to the dead letters.
 
-    `num_partitions`: by topic; where it is given, a record in another partition than its own is not an event either.
+    `num_partitions`: by topic; where it is given, a record in another partition than its own is not an event either,
+    unless it is its own by the count that its run began with (`recorded`, by run). Raises _MisplacedError for a record
+    that `recorded`, where it is None, would have to decide.
     """
     rows: dict[str, list[dict[str, Any]]] = {}
     for record in records:
@@ -48,13 +58,31 @@ def project(
                 rows.setdefault("dead_letter", []).append(dead_letter_row(record))
             continue
         try:
-            received = decode(record, num_partitions=(num_partitions or {}).get(record.topic))
+            received = decode(record)
+            if num_partitions is not None and not _is_in_place(received, num_partitions[record.topic]):
+                if recorded is None:
+                    raise _MisplacedError
+                decode(record, num_partitions=recorded.get(received.event.run_id, num_partitions[record.topic]))
         except DecodeError as error:
             logger.debug("not an event: %s %s", record.position, error)
             continue
         for table, row in rows_of(received):
             rows.setdefault(table, []).append(row)
     return rows
+
+
+def _is_in_place(received: Received, num_partitions: int) -> bool:
+    return received.position.partition == own_partition(received.event, num_partitions)
+
+
+async def _recorded_partitions(log: EventLog) -> dict[str, int]:
+    """Number of partitions of the scaled topics when each run began: partitions may have been added since."""
+    found: dict[str, int] = {}
+    async for record in read_to_end(log, RunStarted.TOPIC):
+        received = decoded(record) if kind_of(record) == "run_started" else None
+        if received is not None and isinstance(received.event, RunStarted):
+            found.setdefault(received.event.run_id, received.event.num_partitions)
+    return found
 
 
 class Projector:
@@ -65,6 +93,7 @@ class Projector:
         self._database = database
         self._done: dict[TopicPartition, int] = {}
         self._num_partitions: dict[str, int] = {}
+        self._recorded: dict[str, int] | None = None
         self._stopping = False
         self._max_left: float = math.inf
         self._wake = asyncio.Event()
@@ -170,13 +199,21 @@ class Projector:
             if not records:
                 break
             num_records += len(records)
-            for table, found in project(records, self._num_partitions).items():
+            for table, found in (await self._projected(records)).items():
                 rows.setdefault(table, []).extend(found)
                 num_rows += len(found)
             await asyncio.sleep(0)  # records at hand are polled without a pause, and signals come between
         if num_records:
             await self._write(reader, rows)
         return num_records
+
+    async def _projected(self, records: Sequence[Record]) -> dict[str, list[dict[str, Any]]]:
+        """Rows of records. Runs are read only where a record is misplaced; later ones begin with the present count."""
+        try:
+            return project(records, self._num_partitions, self._recorded)
+        except _MisplacedError:
+            self._recorded = await _recorded_partitions(self._log)
+            return project(records, self._num_partitions, self._recorded)
 
     async def _write(self, reader: LogReader, rows: dict[str, list[dict[str, Any]]]) -> None:
         positions = {where: reader.position(where) for where in self._done}

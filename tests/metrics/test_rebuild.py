@@ -11,14 +11,16 @@ import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import send_dead_letter
-from rollstream.eventlog.log import EventLog, Record, TopicPartition
+from rollstream.eventlog.log import EventLog, Record, TopicPartition, partition_of
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.eventlog.reading import read_to_end
 from rollstream.metrics.projection.database import MetricsFileError
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.metrics.rebuild import rebuild
 from rollstream.replay.archive.export import export_run
 from rollstream.replay.archive.log import ExportLog, rebuild_exported
 from rollstream.schemas.errors import DecodeError, TruncatedError
+from rollstream.schemas.topics import TOPICS
 from tests.metrics.conftest import empty_file
 
 
@@ -91,6 +93,29 @@ def test_a_file_rebuilt_from_an_export_of_all_that_there_was_equals_the_one_that
     asyncio.run(from_export(tmp_path / "export", path))
     before, after = rows_of(tmp_path / "grown.duckdb"), rows_of(path)
     assert {name: after[name] == rows for name, rows in before.items()} == dict.fromkeys(before, True)
+
+
+def test_rows_of_runs_are_kept_when_partitions_were_added(tmp_path: Path, new_run: Any) -> None:
+    old = log_of(new_run("one"))
+    grow(old, tmp_path / "grown.duckdb")
+    altered = MemoryLog(num_partitions=5)
+
+    async def copy() -> None:
+        for topic in TOPICS:
+            async for record in read_to_end(old, topic):
+                where = {"key": record.key, "value": record.value, "headers": record.headers}
+                await altered.send_raw(topic, **where, partition=record.partition)
+        step = next(event for event in new_run("two").all_events() if event.kind == "step_recorded")
+        await altered.send(step, partition=(partition_of(step.key, 5) + 1) % 5)  # no run has it there
+
+    asyncio.run(copy())
+    asyncio.run(rebuild(altered, tmp_path / "rebuilt.duckdb"))
+    before, after = (
+        {name: len(rows) for name, rows in rows_of(tmp_path / file).items() if "offset" not in name}
+        for file in ("grown.duckdb", "rebuilt.duckdb")
+    )
+    assert after == before
+    assert before["log.step_recorded"] > 10
 
 
 async def from_export(folder: Path, path: Path) -> None:

@@ -14,7 +14,7 @@ from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.runs.driver import lacking, located
 from rollstream.harness.runs.plan import RunPlan, new_run, open_run
 from rollstream.harness.runs.progress import Progress
-from rollstream.schemas.errors import ArtifactError, ConfigError
+from rollstream.schemas.errors import ArtifactError, ConfigError, TopicError
 
 ROWS = '{"id": "a", "secret": 5}\n{"id": "b", "secret": 7}\n'
 
@@ -45,6 +45,19 @@ class Recorded:
 @pytest.fixture
 def recorded(tmp_path: Path, written: dict[str, Any], write: Callable[[dict[str, Any]], Path]) -> Recorded:
     return Recorded(tmp_path, written, write)
+
+
+def test_a_run_is_not_resumed_on_topics_with_more_partitions(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def altered(_: str) -> int:
+        return 4
+
+    monkeypatch.setattr(recorded.log, "num_partitions", altered)
+    with pytest.raises(
+        TopicError, match=r"began with 2 partitions, and topic tasks has 4; it cannot be continued: beg"
+    ):
+        recorded.resume()
 
 
 def test_a_run_is_not_resumed_with_another_dataset(recorded: Recorded) -> None:
