@@ -55,6 +55,7 @@ from rollstream.schemas.variables import expand
 
 M = TypeVar("M", bound=Settings)
 COMPARED = ("reward/mean", "loss/total", "policy/ess", "policy/kl", "policy/entropy")
+STEER = ("finetuning", "curriculum_learning", "steer")
 OnProgress = Callable[[str], None]
 
 
@@ -98,6 +99,7 @@ async def what_if(
     before = _of_first_group(config_file.resolve(dict(started.config)).config)
     spec = spec_of(config, before, recorded, _submitted(events, recorded), run_id)
     what_if_plan.check(recorded, spec)
+    spec = what_if_plan.filtering(recorded, spec, steers=_value_at(changes, STEER) is True)
     base = _beginning(events, recorded, config)
     dataset = dataset_of(events, source.artifacts)
     rewards = await _rewards(source.log, events, recorded, spec, config, on_progress)
@@ -216,6 +218,13 @@ def _changes(file: Path) -> dict[str, JsonValue]:
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     return changes
+
+
+def _value_at(written: JsonValue, path: Sequence[str]) -> JsonValue:
+    """The value at a path of a configuration; None where there is none."""
+    for name in path:
+        written = written.get(name) if isinstance(written, dict) else None
+    return written
 
 
 def _recorded_job(events: RunEvents) -> JobStarted:

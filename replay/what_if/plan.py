@@ -33,6 +33,8 @@ FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations", "oversampling", 
 """Settings that decided which rollouts exist."""
 OF_REWARDS = ("rewards", "reward_weights", "evaluators")
 """Settings that decide what a recorded rollout is worth."""
+OF_SELECTION = ("min_reward_diff", "window_versions", "explore_share", "steer")
+"""Settings of a curriculum that do not decide which groups of an epoch it filters by their mean rewards."""
 FREE_ROLLOUT = (*OF_REWARDS, "agents", "missing_score", "frozen_agents")
 
 
@@ -121,6 +123,26 @@ def check(recorded: JobStarted, spec: JobSpec) -> None:
         ours, theirs = getattr(recorded.rollout, name), getattr(spec.rollout, name)
         if name not in FREE_ROLLOUT and ours != theirs:
             raise ConfigError(_fixed(name, ours, theirs))
+
+
+def filtering(recorded: JobStarted, spec: JobSpec, *, steers: bool = False) -> JobSpec:
+    """The job with a changed curriculum as a filter of the recorded groups: a what-if requests no tasks to steer.
+
+    `steers`: the file asks for `steer: true`. Raises ConfigError if that would have to choose tasks.
+    """
+    before, now = recorded.plan.curriculum, spec.plan.curriculum
+    changed = any(
+        getattr(before, name) != getattr(now, name) for name in type(now).model_fields.keys() - {*OF_SELECTION}
+    )
+    if not now.enabled or not now.steer or not (changed or not before.steer):
+        return spec
+    if steers:
+        raise ConfigError(
+            "finetuning.curriculum_learning.steer: a what-if requests no tasks, so a changed curriculum can only "
+            "filter the recorded groups; leave steer out, or use `finetune --fork` to make new rollouts"
+        )
+    curriculum = now.model_copy(update={"steer": False})
+    return spec._replace(plan=spec.plan.model_copy(update={"curriculum": curriculum}))
 
 
 def _check_rewards(recorded: JobStarted, spec: JobSpec) -> None:

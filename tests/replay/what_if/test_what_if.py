@@ -304,6 +304,21 @@ def test_a_reward_that_leaves_nothing_to_train_or_fails_is_an_error(recorded, mo
         asked(recorded, {"trajectory_builders": {"rollouts": builder}})
 
 
+def test_a_changed_curriculum_of_a_streamed_run_filters_its_groups(recorded):
+    curriculum = {"enabled": True, "initial_percentile": 0.5, "min_reward_diff": 0.0}
+    before = asyncio.run(read_run(recorded.log, "replayed"))
+    ((job, _),) = of_type(before.by_topic["groups"], JobStarted)
+    assert job.plan.curriculum.steer
+    outcome, events = asked(recorded, {"finetuning": {"curriculum_learning": curriculum}})
+    assert outcome.rejected["curriculum"] > 0
+    trained, all_of_them = (sum(len(batch.members) for batch in batches_of(one)) for one in (events, before))
+    assert 0 < trained < all_of_them
+    report = asyncio.run(verify(recorded.log, events, recorded.artifacts, checkpoints=recorded.checkpoints))
+    assert report.differences == []
+    with pytest.raises(ConfigError, match=r"steer: a what-if requests no tasks, so .*; leave steer out"):
+        asked(recorded, {"finetuning": {"curriculum_learning": {**curriculum, "steer": True}}})
+
+
 @pytest.mark.parametrize(
     ("changes", "reported"),
     [
