@@ -41,6 +41,7 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, TruncatedError
 from rollstream.schemas.events import (
+    BatchPlanned,
     GroupClosed,
     JobStarted,
     JobSubmitted,
@@ -66,7 +67,7 @@ class WhatIfOutcome(NamedTuple):
     num_batches: int
     rejected: dict[str, int]
     recorded: dict[str, float]
-    """Means of step metrics over the recorded job."""
+    """Means of step metrics over the recorded job, in the epochs that the what-if trained."""
     trained: dict[str, float]
     """The same over the what-if's."""
 
@@ -122,7 +123,9 @@ async def what_if(
     finally:
         signs.cancel()
         await asyncio.wait({signs})
-    old, new = _metrics(events, recorded.job_id), _metrics(await read_run(log, run_id), spec.job_id)
+    epochs = {event.epoch for event in made.events if isinstance(event, BatchPlanned)}
+    old = _metrics(events, recorded.job_id, epochs)
+    new = _metrics(await read_run(log, run_id), spec.job_id, epochs)
     return WhatIfOutcome(run_id, made.num_batches, made.rejected, means(old), means(new))
 
 
@@ -295,9 +298,9 @@ async def _rewards(
     return await grade(log, parts, grading)
 
 
-def _metrics(events: RunEvents, job_id: str) -> list[dict[str, float]]:
+def _metrics(events: RunEvents, job_id: str, epochs: Set[int]) -> list[dict[str, float]]:
     steps = of_type(events.by_topic.get("weights", ()), StepTrained)
-    return [step.metrics for step, _ in steps if step.job_id == job_id]
+    return [step.metrics for step, _ in steps if step.job_id == job_id and step.epoch in epochs]
 
 
 def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -219,6 +219,7 @@ def test_a_single_group_of_an_earlier_run_is_filtered_only_where_the_file_asks_f
 def test_a_what_if_is_replayed_as_any_run(recorded):
     outcome, events = asked(recorded, {"finetuning": {"num_epochs": 2}})
     assert outcome.num_batches == 2
+    assert outcome.recorded == outcome.trained  # of the same epochs
     report = asyncio.run(verify(recorded.log, events, recorded.artifacts, checkpoints=recorded.checkpoints))
     assert report.differences == []
     report = asyncio.run(train(recorded.log, events, recorded.artifacts))
