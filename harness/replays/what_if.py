@@ -7,7 +7,7 @@ from the same log or from an export, see `replay.what_if.imports`.
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.checks import check_model, check_values
+from rollstream.harness.config.checks import check_model, check_values, warn_meaningless
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.config.rewards import permissions_of, weights_of
 from rollstream.harness.config.yaml import merged, read_yaml
@@ -102,6 +102,7 @@ async def what_if(
     what_if_plan.check(recorded, spec)
     spec = what_if_plan.filtering(recorded, spec, steers=_value_at(changes, STEER) is True)
     base = _beginning(events, recorded, config)
+    _warn_without_effect(events, recorded, changes)
     dataset = dataset_of(events, source.artifacts)
     rewards = await _rewards(source.log, events, recorded, spec, config, on_progress)
     on_progress("planning")
@@ -223,6 +224,44 @@ def _changes(file: Path) -> dict[str, JsonValue]:
     return changes
 
 
+def _warn_without_effect(events: RunEvents, job: JobStarted, changes: dict[str, JsonValue]) -> None:
+    """Warn of changed keys without which the what-if would be the same."""
+    recorded, submitted = dict(events.started.config), _submitted(events, job)
+    before = _of_first_group(config_file.resolve(recorded).config)
+
+    def effect(changes: dict[str, JsonValue]) -> object:
+        config = _of_first_group(config_file.resolve(merged(recorded, changes)).config)
+        return (*spec_of(config, before, job, submitted, ""), permissions_of(config))
+
+    whole = effect(changes)
+    for path in _leaves(changes):
+        if _value_at(recorded, path) == _value_at(changes, path):
+            continue
+        try:
+            is_unused = effect(_without(changes, path)) == whole
+        except ConfigError:
+            continue  # another key needs it
+        if is_unused:
+            warn_meaningless(".".join(path[:-1]), path[-1:], "a what-if trains recorded rollouts and has no use for it")
+
+
+def _leaves(written: JsonValue, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths of all values of a configuration that are not mappings."""
+    if not isinstance(written, dict):
+        yield path
+        return
+    for name, value in written.items():
+        yield from _leaves(value, (*path, name))
+
+
+def _without(written: dict[str, JsonValue], path: Sequence[str]) -> dict[str, JsonValue]:
+    """The configuration without the value at a path."""
+    value = written[path[0]]
+    if len(path) > 1 and isinstance(value, dict):
+        return {**written, path[0]: _without(value, path[1:])}
+    return {name: other for name, other in written.items() if name != path[0]}
+
+
 def _value_at(written: JsonValue, path: Sequence[str]) -> JsonValue:
     """The value at a path of a configuration; None where there is none."""
     for name in path:
@@ -255,7 +294,12 @@ def _beginning(events: RunEvents, recorded: JobStarted, config: RunConfig) -> We
 
     Raises ConfigError if the new job would start with another policy or other examples than recorded.
     """
-    before = config_file.resolve(dict(events.started.config)).config
+    before = _of_first_group(config_file.resolve(dict(events.started.config)).config)
+    if before.adapter.warm_start != config.adapter.warm_start:
+        raise ConfigError(
+            f"warm_start cannot change in a what-if, which begins with the recorded version {recorded.base_version}; "
+            "leave it out, or use `finetune --fork`"
+        )
     for name, ours, theirs in (
         ("the dataset", before.dataset, config.dataset),
         ("seed", before.adapter.seed, config.adapter.seed),

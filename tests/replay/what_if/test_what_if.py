@@ -11,6 +11,7 @@ from rollstream.eventlog.codec import decode
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.reading import read_to_end
 from rollstream.harness.config import file as config_file
+from rollstream.harness.config.checks import forget
 from rollstream.harness.replays.what_if import means, merged, spec_of, what_if
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.replay.source import RunEvents, of_type, read_run
@@ -328,6 +329,7 @@ def test_a_changed_curriculum_of_a_streamed_run_filters_its_groups(recorded):
         ({"finetuning": {"num_epochs": 9}}, "num_epochs cannot change"),
         ({"trajectory_builders": {"rollouts": {"max_turns": 3}}}, "max_turns cannot change"),
         ({"trainer_adapters": {"learner": {"seed": 3}}}, "seed cannot change"),
+        ({"trainer_adapters": {"learner": {"warm_start": {"num_epochs": 2}}}}, "warm_start cannot change"),
         ({"trainer_adapters": {"learner": {"model": {"lora": {"rank": 2}}}}}, "does not fit: it has full weights"),
         (
             {"trainer_adapters": {"learner": {"algorithm": {"name": "gdpo"}}}}
@@ -350,6 +352,17 @@ def test_a_changed_curriculum_of_a_streamed_run_filters_its_groups(recorded):
 def test_changes_that_need_other_rollouts_or_cannot_be_stored_are_refused(recorded, changes, reported):
     with pytest.raises(ConfigError, match=reported):
         asked(recorded, changes)
+
+
+def test_changed_keys_without_an_effect_on_a_what_if_are_named(recorded, caplog):
+    forget()
+    learner = {"optimizer": {"learning_rate": 1e-3}, "artifact_uri": "elsewhere"}
+    builder = {"num_partitions": 5, "num_generations": 4}
+    with caplog.at_level("WARNING"):
+        asked(recorded, {"trainer_adapters": {"learner": learner}, "trajectory_builders": {"rollouts": builder}})
+    warned = [record.getMessage() for record in caplog.records]
+    named = [one.partition(": accepted")[0] for one in warned if "accepted, but ignored here" in one]
+    assert named == ["trainer_adapters.learner: artifact_uri", "trajectory_builders.rollouts: num_partitions"]
 
 
 def test_means_are_of_the_steps_that_have_the_metric():
