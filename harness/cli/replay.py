@@ -114,13 +114,17 @@ def _compare(
     learner = threading.Thread(target=_load_learner, daemon=True)
     if request.train:
         learner.start()
-    with ExitStack() as held, _progress_line() as line:
-        source = Source(export=export)
-        if export is None:
-            source = Source(held.enter_context(broker_of(layout, bootstrap_servers)))
-        report = asyncio.run(replay_run(source, layout, request, line.show, line.print, learner.join))
-        line.clear()
-        _conclude(request.run_id, report, time.monotonic() - began)
+    try:
+        with ExitStack() as held, _progress_line() as line:
+            source = Source(export=export)
+            if export is None:
+                source = Source(held.enter_context(broker_of(layout, bootstrap_servers)))
+            report = asyncio.run(replay_run(source, layout, request, line.show, line.print, learner.join))
+            line.clear()
+            _conclude(request.run_id, report, time.monotonic() - began)
+    finally:
+        if request.train:
+            learner.join()  # torch prints a traceback if Python ends while it is imported
     return report
 
 
