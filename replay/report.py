@@ -5,6 +5,7 @@ from typing import Any
 
 from rollstream.replay.source import RunEvents
 from rollstream.schemas.base import Event
+from rollstream.schemas.errors import RollstreamError
 
 MISSING = "nothing"
 
@@ -33,6 +34,8 @@ class Report:
     unended: str = ""
     """Possible reasons for the missing RunEnded of a run whose training is over; empty if it has ended or still trains.
     """
+    error: RollstreamError | None = None
+    """The error that left out the training, which was to be compared too."""
 
     @property
     def verdict(self) -> str:

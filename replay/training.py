@@ -80,7 +80,7 @@ async def train(
     disable_progress_bar()
     report, together = Report(), ranks or Ranks()
     jobs = recorded_jobs(events)
-    asked = versions_asked(events.run_id, jobs, first, last, epoch)
+    asked = versions_asked(events.run_id, jobs, first, last, epoch, has_ended=events.has_ended)
     for job, versions in asked:
         own = permissions._replace(allow=permissions.allow | {f"{MODEL}{job.submitted.settings.model.path}"})
         check_ranks(job, versions, first=versions[0], num=together.num)
@@ -116,16 +116,22 @@ def _excuse(job: RecordedJob, recorded: StepTrained, replayed: StepTrained) -> s
 
 
 def versions_asked(
-    run_id: str, jobs: list[RecordedJob], first: int | None, last: int | None, epoch: int | None
+    run_id: str,
+    jobs: list[RecordedJob],
+    first: int | None,
+    last: int | None,
+    epoch: int | None,
+    *,
+    has_ended: bool = False,
 ) -> list[tuple[RecordedJob, list[int]]]:
     """The versions to train of each job that has some, in order. Raises ConfigError if there are none."""
     trained = sorted(version for job in jobs for version in job.steps)
+    if not trained:
+        wait = "; use --verify alone" if has_ended else " yet; repeat this once it has published a version"
+        raise ConfigError(f"run {run_id} has trained nothing{wait}")
     for bound in (first, last):
         if bound is not None and bound not in trained:
-            known = f"give {trained[0]} to {trained[-1]}" if trained else "it has trained nothing; wait for a version"
-            raise ConfigError(f"run {run_id} has no version {bound}; {known}")
-    if not trained:
-        raise ConfigError(f"run {run_id} has trained nothing yet; repeat this once it has published a version")
+            raise ConfigError(f"run {run_id} has no version {bound}; give {trained[0]} to {trained[-1]}")
     of_jobs = [(job, _in_range(job, first, last, epoch)) for job in jobs]
     if not any(versions for _, versions in of_jobs):
         raise ConfigError(f"run {run_id} trained nothing in epoch {epoch}; give another --epoch")

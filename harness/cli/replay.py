@@ -122,6 +122,8 @@ def _compare(
             report = asyncio.run(replay_run(source, layout, request, line.show, line.print, learner.join))
             line.clear()
             _conclude(request.run_id, report, time.monotonic() - began)
+        if report.error is not None:
+            raise report.error
     finally:
         if request.train:
             learner.join()  # torch prints a traceback if Python ends while it is imported

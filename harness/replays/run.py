@@ -20,7 +20,7 @@ from rollstream.replay.completeness import compare_named
 from rollstream.replay.report import Report, compare_log
 from rollstream.replay.source import RunEvents, Source, of_type, read_run
 from rollstream.replay.verify import verify
-from rollstream.schemas.errors import NotAllowedError
+from rollstream.schemas.errors import NotAllowedError, RollstreamError
 from rollstream.schemas.events import JobSubmitted
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.permissions import (
@@ -68,7 +68,8 @@ async def replay_run(
 
     `on_progress` receives progress messages, `warn` skipped checks. `before_training`: called in a thread before the
     learner is imported; it waits for another thread that imports it, for two at once may find modules half imported.
-    Raises ConfigError, LogError (TruncatedError names removed records), ArtifactError, ModelError.
+    Raises ConfigError, LogError (TruncatedError names removed records), ArtifactError, ModelError; those of a training
+    after a verification are the report's `error`.
     """
     report = Report()
     checkpoints = layout.folder / "checkpoints"
@@ -97,7 +98,12 @@ async def replay_run(
             report.add(verified)
         if request.train:
             await asyncio.to_thread(before_training)
-            report.add(await _trained(log, events, artifacts, checkpoints, request, on_progress))
+            try:
+                report.add(await _trained(log, events, artifacts, checkpoints, request, on_progress))
+            except RollstreamError as error:
+                if not request.verify:
+                    raise
+                report.error = error  # raised once the verification is reported
     return report
 
 

@@ -9,7 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from rollstream.harness.cli import replay as command
+from rollstream.replay.archive.manifest import read_manifest
+from rollstream.replay.training import versions_asked
 from rollstream.schemas.errors import ConfigError
+
+EXPORT = Path(__file__).parents[2] / "golden" / "exports" / "grpo"
 
 
 def is_joining(frame: FrameType | None) -> bool:
@@ -33,3 +37,17 @@ def test_an_error_waits_for_the_thread_that_imports_the_learner(
     has_left.set()
     assert isinstance(error, ConfigError)
     assert imported == [True]
+
+
+def test_a_verification_is_reported_where_there_is_nothing_to_train(tmp_path: Path) -> None:
+    asked = [read_manifest(EXPORT).run_id, "--export", str(EXPORT), "--workspace", str(tmp_path), "--any-libraries"]
+    result = CliRunner().invoke(command.replay, [*asked, "--verify", "--train", "--steps", "98:99", "--trust"])
+    assert "equal: run" in result.output
+    with pytest.raises(ConfigError, match="has no version 98; give 1 to"):
+        raise result.exception or AssertionError
+
+
+def test_a_run_that_has_ended_will_train_nothing_later() -> None:
+    for has_ended, reported in (True, "nothing; use --verify alone"), (False, "nothing yet; repeat this once"):
+        with pytest.raises(ConfigError, match=reported):
+            versions_asked("run-1", [], None, None, None, has_ended=has_ended)
