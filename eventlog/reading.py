@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from rollstream.eventlog.codec import decode, kind_of
@@ -19,8 +20,14 @@ SILENCE_S = 60.0
 logger = logging.getLogger(__name__)
 
 
-def unknown_run(run_id: str, begin: int) -> ConfigError:
-    """The error of an unknown run. `begin`: oldest retained offset of the partition of `groups`."""
+def unknown_run(run_id: str, begin: int, *, is_unreadable: bool = False) -> ConfigError:
+    """The error of an unknown run. `begin`: oldest retained offset of the partition of `groups`; `is_unreadable`:
+    records with its key are not events of this version.
+    """
+    if is_unreadable:
+        return ConfigError(
+            f"run {run_id} has records that cannot be read; use the version of rollstream that wrote them"
+        )
     removed = f", and topic groups partition 0 no longer has records before offset {begin}" if begin else ""
     return ConfigError(f"run {run_id} does not exist{removed}; `rollstream runs` lists all runs")
 
@@ -88,11 +95,16 @@ def _check_range(
 
 
 async def read_events(
-    log: EventLog, topics: Sequence[str], *, skipped: tuple[str, ...] = ()
+    log: EventLog,
+    topics: Sequence[str],
+    *,
+    skipped: tuple[str, ...] = (),
+    unreadable: Counter[str] | None = None,
 ) -> AsyncGenerator[Received, None]:
     """Current events of single-partition topics, in order by topic. Records that are not events are left out.
 
-    `skipped`: kinds whose records are passed over undecoded.
+    `skipped`: kinds whose records are passed over undecoded. `unreadable`: counts those by topic that have the headers
+    of an event and are none, as those of a newer version.
     """
     for topic in topics:
         async for record in read_to_end(log, topic):
@@ -100,3 +112,5 @@ async def read_events(
                 continue
             if (received := decoded(record)) is not None:
                 yield received
+            elif unreadable is not None and kind_of(record) is not None:
+                unreadable[topic] += 1

@@ -93,7 +93,7 @@ class RunEvents:
         found = self.by_id.get(ids.event_id("run_started", self.run_id))
         if found is None or not isinstance(found.event, RunStarted):
             begin, _ = self.kept.get("groups", {}).get(0, (0, 0))
-            raise unknown_run(self.run_id, begin)
+            raise unknown_run(self.run_id, begin, is_unreadable=bool(self.damaged))
         return found.event
 
     def held(self, topic: str) -> str:

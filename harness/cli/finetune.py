@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -219,6 +220,9 @@ def runs(bootstrap_servers: str | None, workspace: Path) -> None:
     print_runs(workspace, bootstrap_servers, runs_table)
 
 
+_OF_NEWER = "if a newer rollstream wrote them, use that version to see their runs and jobs"
+
+
 def print_runs(workspace: Path, bootstrap_servers: str | None, report: "Callable[[list[Progress]], str]") -> None:
     """Read the log and show what `report` makes of its runs, before others are waited for that use the broker.
 
@@ -229,7 +233,10 @@ def print_runs(workspace: Path, bootstrap_servers: str | None, report: "Callable
     from rollstream.harness.services.workspace import Workspace, on_log
 
     async def show(log: "EventLog") -> None:
-        click.echo(report(await read_runs(log)))
+        unreadable = Counter[str]()
+        click.echo(report(await read_runs(log, unreadable)))
+        for topic, number in unreadable.items():
+            click.echo(f"{number} records of topic {topic} cannot be read: {_OF_NEWER}", err=True)
         for line in await removed(log):
             click.echo(f"{line}: runs that began earlier are missing or incomplete", err=True)
         await check_ends(log, workspace, lambda line: click.echo(line, err=True))

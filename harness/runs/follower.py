@@ -1,6 +1,7 @@
 """Reads the events of a run, or of all, from the log into their progress. Only looks, never writes."""
 
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
 from rollstream.eventlog.codec import event_id_of, kind_of
@@ -33,6 +34,8 @@ class Follower:
         self.progress = Progress(run_id)
         self.num_changes = 0
         """Records of the run so far, those that are not decoded included; its own signs of life apart."""
+        self.num_unreadable = 0
+        """Records with the run's key that are not events."""
 
     async def advance(self, timeout_s: float) -> Progress:
         """Progress after the next records; the same object if nothing changed within `timeout_s`."""
@@ -63,6 +66,7 @@ class Follower:
             return None
         received = decoded(record, warns=True)
         if received is None:
+            self.num_unreadable += 1
             return None
         self.num_changes += not isinstance(received.event, RunContinued)
         return received.event
@@ -86,10 +90,13 @@ async def follow(
     return Follower(log, await log.reader(start), run_id, on_event)
 
 
-async def read_runs(log: EventLog) -> list[Progress]:
-    """Every run of a log in order of its first record, as far as the log says now."""
+async def read_runs(log: EventLog, unreadable: Counter[str] | None = None) -> list[Progress]:
+    """Every run of a log in order of its first record, as far as the log says now.
+
+    `unreadable`: see `read_events`; their runs may be missing.
+    """
     runs: dict[str, Progress] = {}
-    async for received in read_events(log, TOPICS, skipped=MOST_RECORDS):
+    async for received in read_events(log, TOPICS, skipped=MOST_RECORDS, unreadable=unreadable):
         event = received.event
         runs[event.run_id] = evolve(runs.get(event.run_id, Progress(event.run_id)), event)
     return [progress for progress in runs.values() if progress.run is not None]

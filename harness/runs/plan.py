@@ -302,7 +302,8 @@ async def look_up(log: EventLog, run_id: str) -> Progress:
     finally:
         await follower.close()
     if progress.run is None:
-        raise unknown_run(run_id, (await log.begin_offsets("groups"))[0])
+        is_unreadable = follower.num_unreadable > 0
+        raise unknown_run(run_id, (await log.begin_offsets("groups"))[0], is_unreadable=is_unreadable)
     if any(job.started and not job.submitted for job in progress.jobs.values()):
         raise await _cut_off(log, run_id, "jobs")
     if any(progress.version_of(group) < 0 for group in _published_groups(progress)):

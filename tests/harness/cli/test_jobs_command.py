@@ -1,17 +1,22 @@
 """The command `jobs`: what it lists, shows and cancels, and one clear error for a bad id."""
 
 import asyncio
+from collections import Counter
 from functools import partial
 
 import click
+import orjson
 import pytest
 from click.testing import CliRunner
 
+from rollstream.eventlog import codec
 from rollstream.harness.cli.job_commands import ListByDefault, cancel_job, chosen_runs, find_job, lines_of
 from rollstream.harness.cli.terminal import jobs_table
 from rollstream.harness.runs.follower import read_runs
+from rollstream.harness.runs.plan import look_up
+from rollstream.replay.source import read_run
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.events import JobCancelled
+from rollstream.schemas.events import JobCancelled, RunStarted
 from tests.rigs.runs.group_rig import GROUP, RUN, GroupRig, chat_rollout
 
 SFT = {"prover": [chat_rollout("1"), chat_rollout("2")]}
@@ -77,6 +82,25 @@ def test_a_skipped_job_is_shown_with_the_reason(rig: GroupRig) -> None:
         reported = "\n".join(lines_of(await find_job(rig.log, job_id)))
         assert "state           skipped" in reported
         assert "error           skipped: 2 examples, at least 10 are needed" in reported
+
+    asyncio.run(body())
+
+
+def test_records_of_a_newer_version_are_counted_and_their_run_is_not_called_unknown(rig: GroupRig) -> None:
+    async def body() -> None:
+        async with await rig.open():
+            (started,) = await rig.events("groups", RunStarted)
+        sent = codec.encode(started.model_copy(update={"run_id": "later-1"}))
+        newer = orjson.dumps({**orjson.loads(sent.value), "field_of_tomorrow": 1})
+        await rig.log.send_raw("groups", key=b"later-1", value=newer, headers=sent.headers)
+        await rig.log.send_raw("groups", key=b"later-1", value=b"of another program")
+        unreadable = Counter[str]()
+        assert [progress.run_id for progress in await read_runs(rig.log, unreadable)] == [RUN]
+        assert unreadable == {"groups": 1}
+        with pytest.raises(ConfigError, match="run later-1 has records that cannot be read; use the version"):
+            await look_up(rig.log, "later-1")
+        with pytest.raises(ConfigError, match="run later-1 has records that cannot be read; use the version"):
+            assert not (await read_run(rig.log, "later-1")).started
 
     asyncio.run(body())
 
