@@ -115,10 +115,13 @@ class Workspace:
     ) -> None:
         """Save the connection settings of this workspace's log for later commands.
 
-        `artifact_uri` is None for the workspace's own artifacts, which a copy of the folder has for itself.
+        `artifact_uri` is None for the workspace's own artifacts, which a copy of the folder has for itself; a relative
+        path is saved as an absolute one, because later commands may have another working directory.
         Secrets of the `kafka:` block are saved only as references to variables or files.
         """
         has_uri = artifact_uri is not None
+        if artifact_uri and "://" not in artifact_uri and "$" not in artifact_uri:
+            artifact_uri = str(Path(artifact_uri).absolute())
         block = storable(block or {})
         self._remember(
             bootstrap_servers=bootstrap_servers, kafka=block, artifact_uri=artifact_uri, has_artifact_uri=has_uri

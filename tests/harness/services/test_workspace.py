@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from rollstream.eventlog.broker.broker import find_running
 from rollstream.eventlog.broker.ports import answers
+from rollstream.harness.cli.gc import gc
 from rollstream.harness.services.workspace import Workspace, embedded_broker
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
@@ -75,6 +77,7 @@ def test_a_command_that_started_a_broker_and_failed_leaves_it_to_the_others(tmp_
 
 OWNER = """
 import pathlib, signal, sys
+from rollstream.harness.cli.gc import gc
 from rollstream.harness.services.workspace import Workspace, embedded_broker
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 with embedded_broker(Workspace(pathlib.Path(sys.argv[1]))):
@@ -122,12 +125,31 @@ def test_commands_that_begin_at_the_same_moment_share_one_broker(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://bucket/artifacts", "memory://artifacts", "../shared/artifacts", "/unmounted/artifacts"]
+    "uri", ["s3://bucket/artifacts", "memory://artifacts", "${STORES}/artifacts", "/unmounted/artifacts"]
 )
 def test_a_configured_store_is_the_workspaces_whatever_its_name(uri: str, tmp_path: Path) -> None:
     (tmp_path / "artifacts").mkdir()  # of an earlier run without a configured store
     Workspace(tmp_path).remember_broker("embedded", artifact_uri=uri)
     assert Workspace(tmp_path).artifact_uri() == uri
+
+
+def test_a_relative_store_is_found_from_every_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        if name == "first":
+            Workspace(tmp_path).remember_broker("embedded", artifact_uri="store")
+    assert Workspace(tmp_path).artifact_uri() == str(tmp_path / "first" / "store")
+
+
+def test_gc_refuses_a_configured_store_that_does_not_exist(tmp_path: Path) -> None:
+    Workspace(tmp_path).remember_broker("embedded", artifact_uri=str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"artifact store .*gone does not exist; correct"):
+        raise CliRunner().invoke(gc, ["--dry-run", "-w", str(tmp_path)]).exception or AssertionError
+    with pytest.raises(ConfigError, match="has no runs yet"):  # with its own store, which is made when needed
+        raise CliRunner().invoke(gc, ["--dry-run", "-w", str(tmp_path / "new")]).exception or AssertionError
 
 
 @pytest.mark.parametrize("is_configured", [True, False])
