@@ -45,7 +45,7 @@ def runs_table(runs: Sequence[Progress]) -> str:
             run_state(progress.ended),
             progress.run.started_at if progress.run else "",
             _jobs(progress),
-            max(0, progress.version + 1),
+            progress.num_versions,
             _reward(progress),
             _fork(progress.run.parent if progress.run else None),
         )

@@ -155,6 +155,12 @@ class Progress:
         newest = self.published.get(model_group, NOTHING_PUBLISHED).newest
         return -1 if newest is None else newest.version
 
+    @property
+    def num_versions(self) -> int:
+        """Number of its published versions: a what-if and a fork may begin with another one than 0."""
+        first, newest = self.published.get(self.model_group, NOTHING_PUBLISHED)
+        return newest.version - first.version + 1 if first and newest else 0
+
     def job(self, job_id: str) -> JobProgress:
         """Progress of a job; initial if it has no events yet."""
         return self.jobs.get(job_id, JobProgress())

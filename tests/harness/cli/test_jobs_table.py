@@ -143,3 +143,12 @@ def test_the_table_of_engines_has_a_line_for_each_model_group(script: SimpleName
     assert lines[1:] == [["run-1", "policy", "producers-1", "0", "1"], ["run-1", "verifiers", "producers-1", "2", "3"]]
     ended = evolve(progress, RunEnded(run_id="run-1", time_ms=10, cause="completed"))
     assert engines_table([ended]) == ""
+
+
+def test_the_table_of_runs_counts_the_versions_that_a_run_has(script: SimpleNamespace) -> None:
+    progress = evolve(Progress("run-1"), script.run_started())
+    for version in (4, 5):  # of a fork or a what-if
+        progress = evolve(progress, script.published(version, "run-1/rl"))
+    assert progress.num_versions == 2
+    (header, row) = runs_table([progress]).splitlines()
+    assert row[: header.index("versions") + len("versions")].endswith(" 2")
