@@ -45,7 +45,7 @@ class Letter:
     size_bytes: int
     """Size of the value as the letter holds it; 0 if it holds a reference."""
     runs: frozenset[str]
-    """Runs that its key or its value names."""
+    """Runs that its key or its value names; none of a line, whose key is its file."""
     redriven_to: tuple[Position, ...] = ()
     """Positions to which its record was sent again, by this or another letter of the same record."""
 
@@ -239,7 +239,7 @@ def _letter_of(record: Record) -> Letter:
         reason=headers.get(dead_letters.PREFIX + "exception.message", ""),
         key=record.key,
         size_bytes=len(record.value or b""),
-        runs=_runs_of(record),
+        runs=frozenset() if came_from is not None and came_from.topic == dead_letters.LINES else _runs_of(record),
     )
 
 

@@ -223,6 +223,7 @@ def test_a_line_that_was_to_be_ingested_is_refused_with_what_to_do() -> None:
         ):
             await redrive(log, 0, value=GOOD.value)
         (letter,) = await read_letters(log)
+        assert letter.runs == frozenset()
         assert _remedies([letter]) == "correct the line of a letter of service ingest in its file, and ingest it again"
         number = await add_dead_letter(log, b"{")
         letters = await read_letters(log)
