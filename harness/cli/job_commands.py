@@ -128,7 +128,8 @@ def chosen_runs(found: "list[Progress]", chosen: str | None) -> "list[Progress]"
         return found
     runs = [progress for progress in found if progress.run_id == ids.run_of(chosen)]
     if not runs:
-        raise ConfigError(f"run {ids.run_of(chosen)} does not exist; `rollstream runs` lists all runs")
+        where = f"model group {chosen}: " if "/" in chosen else ""
+        raise ConfigError(f"{where}run {ids.run_of(chosen)} does not exist; `rollstream runs` lists all runs")
     group = _group(chosen)
     named = [job.submitted or job.skipped for one in runs for job in one.jobs.values()]
     groups = {job.model_group for job in named if job is not None}

@@ -201,10 +201,14 @@ async def check_frozen(log: EventLog, config: RunConfig, run_id: str) -> None:
             raise ConfigError(f"{location}: {written}: {error}") from error
 
 
-async def check_new(log: EventLog, run_id: str) -> None:
-    """Raises ConfigError if `run_id` is not a valid id or is already in use."""
+def check_id(run_id: str) -> None:
+    """Raises ConfigError if `run_id` is not a valid id."""
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id) is None:
         raise ConfigError(f"--run_id {run_id} is not valid; use at most 100 letters, digits, '.', '_' and '-'")
+
+
+async def check_new(log: EventLog, run_id: str) -> None:
+    """Raises ConfigError if `run_id` is already in use."""
     follower = await follow(log, run_id)
     try:
         progress = await follower.catch_up()

@@ -21,7 +21,7 @@ from rollstream.harness.config.resolve import block_of
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.driver import give_signs_of_life
 from rollstream.harness.runs.earlier_output import take_output_dir
-from rollstream.harness.runs.plan import RunPlan, check_new, checked_examples, new_run, open_run
+from rollstream.harness.runs.plan import RunPlan, check_id, check_new, checked_examples, new_run, open_run
 from rollstream.harness.runs.preflight import (
     access_line,
     check_command,
@@ -108,6 +108,8 @@ def check_run(run_request: RunRequest) -> "list[Example] | None":
     Starts and writes nothing. Returns the examples of a new run, None for one that is resumed. Raises ConfigError.
     """
     config, is_new = run_request.config, run_request.resume is None
+    if run_request.run_id is not None:
+        check_id(run_request.run_id)
     warn_other_workspaces(run_request.loaded.finetune, run_request.workspace)
     check_paths(config)
     if is_new:

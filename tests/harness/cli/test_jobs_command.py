@@ -116,6 +116,8 @@ def test_an_unknown_id_is_one_clear_error(rig: GroupRig, job_id: str) -> None:
         runs = await read_runs(rig.log)
         with pytest.raises(ConfigError, match="run run-9 does not exist; `rollstream runs` lists all runs"):
             chosen_runs(runs, "run-9")
+        with pytest.raises(ConfigError, match=r"model group \.\./x: run \.\. does not exist"):
+            chosen_runs(runs, "../x")
         with pytest.raises(ConfigError, match=f"run-1/judges has no jobs; groups of the run with jobs: {GROUP}"):
             chosen_runs(runs, "run-1/judges")
 

@@ -13,7 +13,7 @@ from rollstream.eventlog.disk_space import disk_of, disks_of
 from rollstream.harness.config import file as config_file
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.progress import Progress
-from rollstream.harness.runs.run_context import RunRequest, environment_of_services, has_free_space, held
+from rollstream.harness.runs.run_context import RunRequest, check_run, environment_of_services, has_free_space, held
 from rollstream.schemas.errors import ConfigError
 
 
@@ -90,3 +90,9 @@ def test_a_port_that_a_gateway_cannot_have_is_found_before_the_run(written: dict
         reported = rf"trajectory_builders\.b\.gateway\.port: producers-2: port {port} of 127\.0\.0\.1 cannot be used"
         with pytest.raises(ConfigError, match=reported), held(request, Display(io.StringIO())):
             raise AssertionError("it began")
+
+
+def test_an_invalid_run_id_is_refused_without_a_log(written: dict[str, Any], tmp_path: Path) -> None:
+    request = RunRequest(config_file.resolve(written), tmp_path / "workspace", "refused", run_id="../x")
+    with pytest.raises(ConfigError, match=r"--run_id \.\./x is not valid"):
+        check_run(request)
