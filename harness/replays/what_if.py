@@ -56,7 +56,7 @@ from rollstream.schemas.variables import expand
 
 M = TypeVar("M", bound=Settings)
 COMPARED = ("reward/mean", "loss/total", "policy/ess", "policy/kl", "policy/entropy")
-STEER = ("finetuning", "curriculum_learning", "steer")
+ADAPTIVE = ("finetuning", "curriculum_learning", "steer")
 OnProgress = Callable[[str], None]
 
 
@@ -100,7 +100,7 @@ async def what_if(
     before = _of_first_group(config_file.resolve(dict(started.config)).config)
     spec = spec_of(config, before, recorded, _submitted(events, recorded), run_id)
     what_if_plan.check(recorded, spec)
-    spec = what_if_plan.filtering(recorded, spec, steers=_value_at(changes, STEER) is True)
+    spec = what_if_plan.filtering(recorded, spec, steers=_value_at(changes, ADAPTIVE) is True)
     base = _beginning(events, recorded, config)
     _warn_without_effect(events, recorded, changes)
     dataset = dataset_of(events, source.artifacts)
