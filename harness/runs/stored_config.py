@@ -134,8 +134,8 @@ def name_changes(
 def check_variables(progress: Progress, jobs: Iterable[JobSpec], idle_timeout_s: float) -> None:
     """Raises ConfigError if a variable of the stored configuration gives a job another value than was recorded.
 
-    Compares what the beginning of the run and its jobs recorded. `jobs`, `idle_timeout_s`: as the configuration gives
-    them now.
+    Compares what the beginning of the run and its jobs recorded; earlier releases recorded a text as another key's
+    `${NAME}` that had its value. `jobs`, `idle_timeout_s`: as the configuration gives them now.
     """
     run = progress.run
     assert run is not None
@@ -145,10 +145,12 @@ def check_variables(progress: Progress, jobs: Iterable[JobSpec], idle_timeout_s:
         if job.started is not None:
             recorded |= _values(job.started.plan, f"{job_id}.plan") | _values(job.started.rollout, f"{job_id}.rollout")
     now = {**values_of(jobs), "run_idle_timeout_s": idle_timeout_s}
+    given = {text: expand(text, os.environ) for _, text in _texts_with_variables(run.config)}
     changed = {
         Change(key, recorded[path], now[path]): None
         for path, key in _keys_with_variables(now, run.config).items()
-        if path in recorded and recorded[path] != now[path] and not path.endswith(".revision")
+        if path in recorded and now[path] not in (recorded[path], given.get(recorded[path]))
+        if not path.endswith(".revision")
     }
     if changed:
         raise ConfigError(

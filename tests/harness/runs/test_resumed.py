@@ -181,6 +181,22 @@ def test_a_variable_in_a_list_is_named_by_its_own_index(
         run.resume()
 
 
+def test_a_text_that_was_recorded_as_the_variable_of_another_key_is_the_same(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = recorded.written["trainer_adapters"]["a"]["model"]["path"]
+    monkeypatch.setenv("OUTPUT", path)
+    recorded.written["finetuning"]["output_dir"] = "${OUTPUT}"
+    run = Recorded(tmp_path, recorded.written, recorded.write)
+    (spec,) = jobs_of(run.load().config, "run-2")
+    assert spec.job.model.path == path
+    earlier = spec.job.model.model_copy(update={"path": "${OUTPUT}"})
+    jobs = [spec._replace(job=spec.job.model_copy(update={"model": earlier}))]
+    started = run.resume().started.model_copy(update={"run_id": "run-2"})
+    asyncio.run(run.log.send_all(lacking(Progress("run-2"), started, jobs)))
+    assert not asyncio.run(open_run(run.log, run.artifacts, run.load(), "run-2")).is_new
+
+
 def test_variables_of_paths_and_engines_may_have_other_values(
     with_variables: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
