@@ -271,13 +271,17 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: Rows = []
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # of the process; examples have their own
+    end = 0
     try:
-        names = next(reader, [])
+        names, end = next(reader, []), reader.line_num
         for name in names:
             if name and names.count(name) > 1:  # spreadsheets add empty columns without names
-                raise ConfigError(f"dataset {path} line {reader.line_num}: duplicate column {name!r}; rename one")
-        for values in filter(None, reader):
-            location = f"dataset {path} line {reader.line_num}"
+                raise ConfigError(f"dataset {path} line {end}: duplicate column {name!r}; rename one")
+        for values in reader:
+            end = reader.line_num
+            if not values:
+                continue
+            location = f"dataset {path} line {end}"
             if len(values) != len(names):
                 raise ConfigError(
                     f"{location} must have {len(names)} values, one per column; quote values that contain a comma"
@@ -285,7 +289,7 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
             _check_unnamed(names, values, location)
             rows.append((location, dict(zip(names, map(_scalar, values), strict=True))))
     except csv.Error as error:
-        raise ConfigError(f"dataset {path} line {reader.line_num}: not valid CSV: {error}; correct the line") from error
+        raise ConfigError(f"dataset {path} line {end + 1}: not valid CSV: {error}; correct the line") from error
     return rows
 
 

@@ -256,6 +256,15 @@ def test_a_value_in_one_of_several_columns_of_csv_without_a_name_is_refused(tmp_
     assert read(tmp_path / "d.csv") == [Example("0", {"a": 1, "": None})]
 
 
+@pytest.mark.parametrize(
+    ("text", "line"), [('id,"a\n1,2\n', 1), ('id,a\n1,2\n\n3,"x\n4,5\n6,7\n', 4), ('id,a\n1,"x\ny"z\n3,4\n', 2)]
+)
+def test_a_row_of_csv_that_cannot_be_read_is_named_by_its_first_line(tmp_path: Path, text: str, line: int) -> None:
+    (tmp_path / "d.csv").write_text(text)
+    with pytest.raises(ConfigError, match=rf"d\.csv line {line}: not valid CSV: "):
+        read(tmp_path / "d.csv")
+
+
 @pytest.mark.parametrize("text", ['[{"a": 1}]', '[\n{"a": 1}\n]'])
 def test_a_json_list_that_is_read_as_lines_names_its_type(tmp_path: Path, text: str) -> None:
     (tmp_path / "d.txt").write_text(text)
