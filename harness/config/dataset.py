@@ -296,7 +296,7 @@ def _rows_of_csv(text: str, path: Path) -> Rows:
 def _check_unnamed(names: list[str], values: list[str], location: str) -> None:
     """Raises ConfigError for a value in one of several columns without a name, of which a row would keep only one."""
     if names.count("") > 1:
-        filled = [n for n, (name, value) in enumerate(zip(names, values, strict=True), 1) if value and not name]
+        filled = [n for n, (name, value) in enumerate(zip(names, values, strict=True), 1) if value.strip() and not name]
         if filled:
             raise ConfigError(
                 f"{location}: column {filled[0]} has a value, but {names.count('')} columns have no name; name it in "

@@ -252,7 +252,7 @@ def test_a_value_in_one_of_several_columns_of_csv_without_a_name_is_refused(tmp_
         ConfigError, match=r"d\.csv line 3: column 2 has a value, but 3 columns have no name; name it in"
     ):
         read(tmp_path / "d.csv")
-    (tmp_path / "d.csv").write_text("a,,,\n1,,,\n")
+    (tmp_path / "d.csv").write_text("a,,,\n1,, ,\n")
     assert read(tmp_path / "d.csv") == [Example("0", {"a": 1, "": None})]
 
 
