@@ -65,7 +65,7 @@ class ArtifactStore:
         self._is_local = "file" in _protocols(self._filesystem)
         self._errors: type[Exception] = OSError if self._is_local else Exception
         """Exceptions of the filesystem in an outage: clients of object stores have classes of their own."""
-        self.is_of_process = "::memory:" in f"::{expanded}"  # also of `dir::memory://`
+        self.is_of_process = "::memory://" in f"::{expanded}"  # also of `dir::memory://`
         """Whether its artifacts are in the memory of this process alone."""
         self._was_there = False
         """Whether this process has found or stored an artifact in a local store."""

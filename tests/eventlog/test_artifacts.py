@@ -319,3 +319,10 @@ def test_no_uri_names_a_file_that_is_not_called_by_its_hash(tmp_path: Path, stor
     ref = store.put_bytes(DATA)
     with pytest.raises(ArtifactError, match="is not named by its sha256"):
         store.read(ref.model_copy(update={"uri": str(secret)}))
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"), [("memory://a", True), ("dir::memory://a", True), ("memory:a", False), ("file:///a", False)]
+)
+def test_a_store_in_the_memory_of_its_process_is_known(uri: str, expected: bool) -> None:
+    assert ArtifactStore(uri).is_of_process is expected
