@@ -90,27 +90,42 @@ def missing_score_of(config: RunConfig) -> Any:
 
 def check_rewarded(config: RunConfig, rollouts: Iterable[RecordedRollout], location: str) -> None:
     """Raises ConfigError if no recorded rollout has a reward, and the configuration runs none but needs one."""
-    if config.reward_functions or missing_score_of(config) == "unneeded" or not config.trained():
-        return
-    if any(one.rewards or one.error is not None or one.stop_reason == MAX_TURNS for one in rollouts):
-        return
+    if _needs_rewards(config) and not any(_is_rewarded(one) for one in rollouts):
+        raise _unrewarded(config, location)
+
+
+def _needs_rewards(config: RunConfig) -> bool:
+    """Whether recorded rollouts must bring their rewards."""
+    return not config.reward_functions and missing_score_of(config) != "unneeded" and bool(config.trained())
+
+
+def _is_rewarded(rollout: RecordedRollout) -> bool:
+    """Whether a recorded rollout has a reward, or needs none."""
+    return bool(rollout.rewards) or rollout.error is not None or rollout.stop_reason == MAX_TURNS
+
+
+def _unrewarded(config: RunConfig, location: str) -> ConfigError:
     key = f"trajectory_builders.{config.finetuning.trajectory_builder}.rewards"
     chosen = config.finetuning.reward_function
     name = None if chosen is None or chosen.name == ENVIRONMENT else chosen.name
     why = f"{key} is empty" if name is None else f"finetuning.reward_function does not run {name} for recorded rollouts"
-    raise ConfigError(f"{location}: no rollout has a reward, and {why}; write `{key}: [{name or 'NAME'}]`")
+    return ConfigError(f"{location}: no rollout has a reward, and {why}; write `{key}: [{name or 'NAME'}]`")
 
 
 def _check_recorded(config: RunConfig, examples: Iterable[Example], location: str) -> None:
     """As `check_rewarded`, for the rollouts in a dataset's examples: of those in the store nothing is known here."""
-    found = [example.inputs.get(INPUT) for example in examples]
+    if not _needs_rewards(config):
+        return
+    groups = [example.inputs.get(INPUT) for example in examples]
+    found = [member for group in groups if isinstance(group, list) for member in group]
     try:
-        members = [RecordedMember.model_validate(one) for group in found if isinstance(group, list) for one in group]
+        for member in map(RecordedMember.model_validate, found):  # which takes long: up to the first one with a reward
+            if member.rollout is None or _is_rewarded(member.rollout):
+                return
     except ValidationError:
         return  # the rollout fails with what is wrong
-    rollouts = [member.rollout for member in members if member.rollout is not None]
-    if rollouts and len(rollouts) == len(members):
-        check_rewarded(config, rollouts, location)
+    if found:
+        raise _unrewarded(config, location)
 
 
 def frozen_agents_of(config: RunConfig) -> tuple[str, ...]:

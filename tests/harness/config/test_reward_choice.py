@@ -18,6 +18,7 @@ from rollstream.harness.runs.preflight import check_datasets, check_names
 from rollstream.harness.runs.sampling_checks import check_groups
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobStarted
+from rollstream.schemas.events.recorded import RecordedMember
 from rollstream.schemas.policy_gradient import GdpoSettings
 from rollstream.schemas.settings import RolloutSettings
 
@@ -307,3 +308,15 @@ def test_recorded_rollouts_that_nothing_scores_are_refused(config, given):
     else:
         check_examples(found, examples, "dataset d")
     check_examples(found, examples, "dataset d", is_new=False)
+
+
+def test_recorded_rollouts_are_read_up_to_the_first_reward_that_is_needed(config, written, monkeypatch):
+    validate, read = RecordedMember.model_validate, []
+    monkeypatch.setattr(RecordedMember, "model_validate", lambda one: read.append(one) or validate(one))
+    members = [{"rollout": {"rewards": [{"value": 1.0}]}}, {"rollout": {}}]
+    examples = [Example("a", {"recorded": members})]
+    check_examples(config({}, None, environment="recorded"), examples, "dataset d")
+    assert read == members[:1]
+    written["trainer_adapters"]["a"]["algorithm"] = {"name": "sft"}
+    check_examples(config({}), examples, "dataset d")
+    assert read == members[:1]
