@@ -85,7 +85,8 @@ class _Conducted:
 
 def finetune(request: Request, display: Display) -> Outcome:
     """Train, or go on training. Raises RollstreamError for an error, Interrupted after a signal."""
-    loaded = config_file.load(request.config_file, request.overrides, options=request.options)
+    is_new = request.resume is None
+    loaded = config_file.load(request.config_file, request.overrides, options=request.options, is_new=is_new)
     check_result(request.result_path)
     name = request.name or request.config_file.stem
     run_request = RunRequest(

@@ -45,10 +45,13 @@ def load(
     overrides: Sequence[tuple[str, str]] = (),
     env: Mapping[str, str] | None = None,
     options: Mapping[str, JsonValue] | None = None,
+    *,
+    is_new: bool = True,
 ) -> Loaded:
     """The configuration in a file. Raises ConfigError naming the file, the path of the key and the remedy.
 
     `options`: command-line options by their names in `finetuning.run_configuration`; they override the file.
+    `is_new`: as of `resolve`.
     """
     written = read_yaml(path)
     apply_overrides(written, overrides)
@@ -57,7 +60,7 @@ def load(
         check_values(written)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return resolve(written, env)
+    return resolve(written, env, is_new=is_new)
 
 
 def validation_config(config: RunConfig) -> RunConfig | None:
@@ -71,7 +74,7 @@ def validation_config(config: RunConfig) -> RunConfig | None:
     found = config
     if validation.config is not None:
         try:
-            found = load(validation.config).config
+            found = load(validation.config, is_new=False).config  # the preflight of a new run reads it as new
         except ConfigError as error:
             raise ConfigError(f"validation_config_file: {error}") from error
     examples = validation.dataset or (found.dataset if validation.config else None)
@@ -82,12 +85,15 @@ def validation_config(config: RunConfig) -> RunConfig | None:
     return found.model_copy(update={"dataset": examples})
 
 
-def resolve(written: dict[str, JsonValue], env: Mapping[str, str] | None = None) -> Loaded:
-    """The configuration in a dictionary as written. Raises ConfigError."""
+def resolve(written: dict[str, JsonValue], env: Mapping[str, str] | None = None, *, is_new: bool = True) -> Loaded:
+    """The configuration in a dictionary as written. Raises ConfigError.
+
+    `is_new`: of no recorded run, whose configuration may have true or false in place of a number.
+    """
     env = os.environ if env is None else env
     conceal_variables(variables_in(written))
     try:
-        return _resolved(written, env)
+        return _resolved(written, env, is_new=is_new)
     except ConfigError as error:
         texts = {
             name: value for name, value in env.items() if not value.isdigit()
@@ -95,7 +101,7 @@ def resolve(written: dict[str, JsonValue], env: Mapping[str, str] | None = None)
         raise type(error)(conceal(str(error), written, texts)) from error
 
 
-def _resolved(written: dict[str, JsonValue], env: Mapping[str, str]) -> Loaded:
+def _resolved(written: dict[str, JsonValue], env: Mapping[str, str], *, is_new: bool) -> Loaded:
     expanded = expand(written, env)
     assert isinstance(expanded, dict)
     model = model_of(expanded)
@@ -103,7 +109,8 @@ def _resolved(written: dict[str, JsonValue], env: Mapping[str, str]) -> Loaded:
         file = model.model_validate(usable := _usable(expanded, written))
     except ValidationError as error:
         raise ConfigError(explain(error, model, written)) from error
-    check_no_truth_values(usable, file)
+    if is_new:
+        check_no_truth_values(usable, file)
     if not file.finetuning.enabled:
         raise ConfigError("finetuning.enabled is false; set it to true to train")
     finetune = _finetune(file)

@@ -63,7 +63,7 @@ def config_of(events: RunEvents, *, trust: bool) -> RunConfig:
     """The run's configuration. Raises NotAllowedError for code and variables that it names, unless `trust`."""
     stored = dict(events.started.config)
     check_stored(stored, {}, run_id=events.run_id, trust=trust)
-    config = config_file.resolve(stored).config
+    config = config_file.resolve(stored, is_new=False).config
     if config.environment in MADE_ELSEWHERE or config.is_external:
         raise ConfigError(
             f"rollouts of run {events.run_id} were sampled elsewhere and cannot be played again "

@@ -93,11 +93,11 @@ async def what_if(
     changes = _changes(file)
     check_stored(started.config, changes, run_id=started.run_id, trust=trust)
     written = merged(dict(started.config), changes)
-    config = _of_first_group(config_file.resolve(written).config)
+    config = _of_first_group(config_file.resolve(written, is_new=False).config)
     run_id = ids.new_run_id(f"{started.name}-what-if")
     check_temperature(config)
     recorded = _recorded_job(events)
-    before = _of_first_group(config_file.resolve(dict(started.config)).config)
+    before = _of_first_group(config_file.resolve(dict(started.config), is_new=False).config)
     spec = spec_of(config, before, recorded, _submitted(events, recorded), run_id)
     what_if_plan.check(recorded, spec)
     spec = what_if_plan.filtering(recorded, spec, steers=_value_at(changes, ADAPTIVE) is True)
@@ -294,7 +294,7 @@ def _beginning(events: RunEvents, recorded: JobStarted, config: RunConfig) -> We
 
     Raises ConfigError if the new job would start with another policy or other examples than recorded.
     """
-    before = _of_first_group(config_file.resolve(dict(events.started.config)).config)
+    before = _of_first_group(config_file.resolve(dict(events.started.config), is_new=False).config)
     if before.adapter.warm_start != config.adapter.warm_start:
         raise ConfigError(
             f"warm_start cannot change in a what-if, which begins with the recorded version {recorded.base_version}; "

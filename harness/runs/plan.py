@@ -233,7 +233,7 @@ async def open_run(
         await _check_partitions(log, progress.run)
     check_stored(progress.run.config, loaded.written, run_id=run_id, trust=trust)
     is_fork = progress.run.parent is not None
-    stored = config_file.resolve(dict(progress.run.config))
+    stored = config_file.resolve(dict(progress.run.config), is_new=False)
     started = progress.job(ids.job_id(run_id, ids.TRAINING)).started
     planning = stored.config.trainer.planning if started is None else started.plan.planning
     jobs = jobs_of(planned_as(stored.config, planning), run_id, is_fork=is_fork)
@@ -246,7 +246,7 @@ async def open_run(
     if different := different or _run_difference(progress.run, stored.config, loaded.config):
 
         def is_different(written: dict[str, JsonValue]) -> bool:
-            one = config_file.resolve(written).config
+            one = config_file.resolve(written, is_new=False).config
             is_other = _difference(jobs, jobs_of(planned_as(one, planning), run_id, is_fork=is_fork))
             return is_other is not None or one.trainer.run_idle_timeout_s != stored.config.trainer.run_idle_timeout_s
 

@@ -1,6 +1,7 @@
 """`rollstream validate`: the checks of `finetune` alone, and that they leave nothing behind."""
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -236,6 +237,13 @@ def test_options_change_the_configuration_as_in_finetune(tmp_path: Path, written
         validate(path, tmp_path / "w", (), {"validation_dataset": "nowhere.jsonl"})
     with pytest.raises(ConfigError, match=r"validation_config_file: .*none\.yaml"):
         validate(path, tmp_path / "w", (), {"validation_config_file": str(tmp_path / "none.yaml")})
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({**written, "finetuning": {**written["finetuning"], "num_epochs": True}}))
+    with pytest.raises(ConfigError, match=r"validation_config_file .*own\.json: finetuning\.num_epochs: is true; give"):
+        validate(
+            path, tmp_path / "w", (), {"validation_config_file": str(own), "validation_dataset": DATASET["file_path"]}
+        )
+    own.unlink()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"workspace .* is not writable: .*file is not a folder; give another"):
         validate(path, tmp_path / "file" / "w")

@@ -197,6 +197,24 @@ def test_a_text_that_was_recorded_as_the_variable_of_another_key_is_the_same(
     assert not asyncio.run(open_run(run.log, run.artifacts, run.load(), "run-2")).is_new
 
 
+def test_a_recorded_run_may_have_true_for_a_number(
+    recorded: Recorded, tmp_path: Path, written: dict[str, Any], write: Callable[[dict[str, Any]], Path]
+) -> None:
+    written["finetuning"]["num_epochs"] = 1
+    run = Recorded(tmp_path, written, write)
+    begun = run.resume().started
+    written["finetuning"]["num_epochs"] = True
+    config = {**begun.config, "finetuning": written["finetuning"]}
+    started = begun.model_copy(update={"run_id": "run-2", "config": config})
+    jobs = jobs_of(config_file.resolve(config, is_new=False).config, "run-2")
+    asyncio.run(run.log.send_all(lacking(Progress("run-2"), started, jobs)))
+    given = config_file.load(write(written), is_new=False)
+    assert not asyncio.run(open_run(run.log, run.artifacts, given, "run-2")).is_new
+    changed = config_file.load(write(written), [("finetuning.num_epochs", "2")])
+    with pytest.raises(ConfigError, match=r"finetuning\.num_epochs \(recorded: true, given: 2\)"):
+        asyncio.run(open_run(run.log, run.artifacts, changed, "run-2"))
+
+
 def test_variables_of_paths_and_engines_may_have_other_values(
     with_variables: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
