@@ -8,7 +8,7 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic as system_monotonic
@@ -124,7 +124,7 @@ class Pace:
         """Job and time of admission by group id; one entry for each group in progress."""
         self._num_open: Counter[str] = Counter()
         """Groups in progress by job."""
-        self._held: dict[str, dict[asyncio.Future[None], str]] = {}
+        self._held: dict[str, OrderedDict[asyncio.Future[None], str]] = {}
         """Ids of the groups that wait here, in order, by job; each is granted its beginning once it may begin."""
 
     async def admit(self, task: TaskRequested) -> None:
@@ -134,7 +134,7 @@ class Pace:
         if self._may_begin(task.job_id, self._settings):
             self._begin(task.group_id, task.job_id)
             return
-        held, granted = self._held.setdefault(task.job_id, {}), asyncio.get_running_loop().create_future()
+        held, granted = self._held.setdefault(task.job_id, OrderedDict()), asyncio.get_running_loop().create_future()
         held[granted] = task.group_id
         try:
             await granted
@@ -223,8 +223,7 @@ class Pace:
             return
         for job_id, held in list(self._held.items()):
             while held and self._may_begin(job_id, self._settings):
-                granted = next(iter(held))
-                group_id = held.pop(granted)
+                granted, group_id = held.popitem(last=False)
                 if not granted.done():
                     granted.set_result(None)
                     self._begin(group_id, job_id)

@@ -39,7 +39,10 @@ from rollstream.schemas.events.run_states import JobOutcome
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValidatedGroups(Set[str]):
-    """Ids of groups, in sets of which each has more than the next: one more id copies few of them on average."""
+    """Ids of groups, in sets of which each has more than the next: one more id copies few of them on average.
+
+    Operators such as `|` are not for it: `with_group` adds an id.
+    """
 
     parts: tuple[frozenset[str], ...] = ()
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollstream.processors.curate.candidates import Stats
 from rollstream.schemas.ids import derive_seed, seeder
@@ -120,7 +120,7 @@ def epoch_permutation(examples: Collection[str], start: int, count: int, seed: i
     """`count` examples from index `start` of consecutive epoch permutations, each a seeded permutation of all
     examples."""
     if examples and start % len(examples) == 0 and count <= len(examples):  # its beginning: not sorted as a whole
-        return nsmallest(count, examples, key=_shuffling(seed, "walk", start // len(examples)))
+        return _first(count, examples, _shuffling(seed, "walk", start // len(examples)))
     return continue_permutation(examples, start, count, seed, None)[0]
 
 
@@ -186,10 +186,15 @@ def choose(
     if pool:
         newest = max(nsmallest(count, map(asked_in, pool)), default=-1)
         pool = [name for name in pool if asked_in(name) <= newest]  # what was asked for later needs no seed
-        pool = nsmallest(count, pool, key=lambda name: (asked_in(name), drawn(name)))
+        pool = _first(count, pool, lambda name: (asked_in(name), drawn(name)))
     else:
         pool, excluded = sorted(excluded, key=asked_in), []
     return _mix(pool, excluded, settings.explore_share, epoch, count, seed)
+
+
+def _first(count: int, names: Collection[str], key: Callable[[str], Any]) -> list[str]:
+    """The first `count` of the sorted names, without sorting all where they are few: else sorting is faster."""
+    return nsmallest(count, names, key=key) if count * 8 <= len(names) else sorted(names, key=key)[:count]
 
 
 def _mix(pool: list[str], excluded: list[str], share: float, epoch: int, count: int, seed: int) -> list[str]:
