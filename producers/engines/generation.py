@@ -13,8 +13,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rollstream.producers.engines.base import FinishReason, GenerationRequest, keeps_ids
+from rollstream.producers.engines.kv_pool import NOT_ITS_CACHE, PROBE_IDS, is_close
 from rollstream.producers.engines.sampling import Ids, SamplingBatch, kept_of, sample, uniforms
+from rollstream.schemas.errors import ModelError, is_of_device, is_out_of_memory
 from rollstream.schemas.tokens import KeptIds
+from rollstream.schemas.variables import one_line
 
 NOISE_TOKENS = 64
 """Uniform numbers are made for so many tokens at a time."""
@@ -75,6 +78,45 @@ def generate(
             forward.select(rows)
             tokens_B = tokens_B[rows]
         logits_B_V = forward.step(tokens_B)
+
+
+@torch.inference_mode()
+def check_cache(model: Model, *, is_batched: bool) -> None:
+    """Raises ModelError for a model that computes other logits token by token than in one forward: one whose state is
+    not in the cache that it is given, and which would therefore forget all tokens but the last.
+
+    `is_batched`: rows of unequal lengths must give the same, too.
+    """
+    module = model.module
+    ids = [one % len(module.get_input_embeddings().weight) for one in range(PROBE_IDS)]
+    try:
+        plain = module(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
+        batches = [(5,), (7, 4)] if is_batched else [(5,)]
+        reason = "" if all(_gives(model, ids, lengths, plain) for lengths in batches) else "its logits change"
+    except NOT_ITS_CACHE as error:
+        if is_out_of_memory(error) or is_of_device(error):
+            raise
+        reason = one_line(error)
+    if reason:
+        raise ModelError(
+            f"the transformers engine cannot keep the state of {module.config.model_type} between tokens ({reason}); "
+            "use engine.kind vllm, or another model"
+        )
+
+
+def _gives(model: Model, ids: Sequence[int], lengths_B: Sequence[int], plain_T_V: Tensor) -> bool:
+    """Whether prompts of such lengths and the tokens after them get the logits of a plain forward."""
+    forward = _Forward(model, [ids[:length] for length in lengths_B])
+    at = torch.tensor(lengths_B, device=model.device)
+    found = [forward.prefill()]
+    expected = [plain_T_V[at - 1]]
+    for rows in (torch.arange(len(at)), torch.arange(len(at)), torch.tensor([len(at) - 1])):
+        forward.select(rows)
+        at = at[rows]
+        found.append(forward.step(torch.tensor([ids[index] for index in at.tolist()])))
+        expected.append(plain_T_V[at])
+        at = at + 1
+    return is_close(torch.cat(found), torch.cat(expected))
 
 
 class _Samples:

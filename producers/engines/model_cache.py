@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
 from rollstream.producers.engines.chat_tokenizer import ChatTokenizer
-from rollstream.producers.engines.generation import Model
+from rollstream.producers.engines.generation import Model, check_cache
 from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
 from rollstream.schemas.devices import MODEL_LOADING, choose_cublas_workspace, device_of
 from rollstream.schemas.engine_settings import TransformersSettings
@@ -89,7 +89,7 @@ class ModelCache:
         self.device = torch.device(device_of(settings.device, torch.cuda.device_count(), "engine.device"))
         wants_half = settings.dtype == "bfloat16" or (settings.dtype == "auto" and self.device.type == "cuda")
         self.dtype = torch.bfloat16 if wants_half else torch.float32
-        self._sample_on_cpu = settings.deterministic
+        self._is_deterministic = settings.deterministic
         self._held: dict[str, LoadedModel] = {}
         self._adapted: dict[BaseKey, Any] = {}
         """PEFT model by base model."""
@@ -254,10 +254,12 @@ class ModelCache:
         configured = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
         end_ids |= set(configured if isinstance(configured, list) else () if configured is None else (configured,))
         pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        model = Model(module, self.device, tuple(sorted(end_ids)), pad_id, self._sample_on_cpu)
+        model = Model(module, self.device, tuple(sorted(end_ids)), pad_id, self._is_deterministic)
         max_length = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         num_token_ids = len(module.get_input_embeddings().weight)
         shape = probed_shape(module, self.device) if self._is_continuous else None
+        if shape is None:
+            check_cache(model, is_batched=not self._is_deterministic)
         return LoadedModel(published, model, tokenizer, max_length, num_token_ids, shape, adapter)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft.tuners import lora
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, MambaConfig
 
 from rollstream.producers.engines import model_cache
 from rollstream.schemas.errors import ModelError
@@ -17,6 +18,7 @@ from tests.producers.engines.engine_rig import (
     adapter,
     full_forward_logprobs,
     noised,
+    one_by_one,
     published,
     requests,
     run,
@@ -259,3 +261,15 @@ def test_the_next_group_on_a_base_model_takes_the_module_of_an_unloaded_one(fold
 
     expected = run(together(asked), (published(folder, 2), versions(2)))
     assert run(work) == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("how", [{}, {"batching": "static"}, {"deterministic": True}], ids=["pool", "static", "alone"])
+def test_a_model_whose_state_is_not_in_the_cache_is_refused(folder, tmp_path, how):
+    base = tmp_path / "mamba"
+    shutil.copytree(folder, base)
+    sizes = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=102, **sizes))
+    model.save_pretrained(base)
+    with pytest.raises(ModelError, match="cannot keep the state of mamba between tokens .*; use engine.kind vllm"):
+        run(one_by_one([]), (published(base), base / "model.safetensors"), **how)
