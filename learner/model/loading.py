@@ -37,8 +37,6 @@ POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions|embed_p
 ALL_LINEAR = "all-linear"
 BY_LONGEST_ROW = ("dynamic", "longrope")
 """Kinds of rotary embeddings for which transformers takes frequencies by the longest row of a forward pass."""
-EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
-"""Names of the modules that may have one weight together."""
 
 
 def compute_dtype_of(settings: ModelSettings, device: torch.device) -> torch.dtype:
@@ -281,11 +279,6 @@ def compile_layers(model: Any, path: str, *, has_weights: bool = True) -> None:
         decoder(input_ids=ids, use_cache=False)
     except TorchDynamoException as error:
         raise ModelError(f"model {path} cannot be compiled here: {one_line(error)}; leave model.compile off") from error
-
-
-def has_embeddings(lora: LoraSettings) -> bool:
-    """Whether an adapter is on the embeddings or the head, of which peft keeps the base weights beside it."""
-    return lora.target_modules != ALL_LINEAR and not EMBEDDINGS.isdisjoint(lora.target_modules)
 
 
 def _load_base(settings: ModelSettings, path: str, device: torch.device, dtype: torch.dtype) -> Any:

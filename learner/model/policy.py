@@ -24,7 +24,6 @@ from rollstream.learner.model.loading import (
     enable_checkpointing,
     frozen_copy,
     has_dropout,
-    has_embeddings,
     has_plain_head,
     inner,
     load_module,
@@ -35,6 +34,7 @@ from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.tensor_file import from_bytes, published_pieces, to_bytes
 from rollstream.learner.model.tree_attention import hidden_states, longest_row
+from rollstream.schemas.adapters import has_embeddings
 from rollstream.schemas.devices import choose_cublas_workspace, device_of
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import SHARES_KEYS_SINCE, ModelSettings
@@ -128,7 +128,7 @@ class PolicyModel:
             from peft import get_peft_model_state_dict
 
             # peft's default, auto, asks the hub for the base model's configuration, of every version.
-            embeds = has_embeddings(self.settings.lora)
+            embeds = has_embeddings(self.settings.lora.target_modules)
             return dict(sorted(get_peft_model_state_dict(self.module, save_embedding_layers=embeds).items()))
         state = self.module.state_dict()
         return {name: state[name] for name in sorted(state) if name not in self._tied}

@@ -6,9 +6,14 @@ backend takes to tokenise. Calls with other options than a rollout's go to the t
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
+from transformers import AutoTokenizer
+
+from rollstream.schemas.errors import ModelError
+from rollstream.schemas.variables import one_line
 
 MAX_ENTRIES = 8192
 MAX_CHARACTERS = 1 << 23
@@ -144,3 +149,29 @@ def _template_of(tokenizer: Any) -> Callable[..., str] | None:
         return render if render(_PROBE_CHAT, add_generation_prompt=True) == expected else None
     except Exception:  # noqa: BLE001 -- a template is a program by the model's maker and may raise anything
         return None
+
+
+def load_tokenizer(base_model: str) -> ChatTokenizer:
+    """A base model's tokenizer. Raises ModelError if it is missing or empty, or has no end token or chat template."""
+    check_folder(base_model)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(base_model, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"model {base_model} has no tokenizer that can be loaded: {one_line(error)}; add its "
+            "files to the model's folder, or download it first"
+        ) from error
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made by transformers if the folder has no files of one
+        raise ModelError(f"the tokenizer of model {base_model} is empty; add tokenizer.json to the model's folder")
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of model {base_model} has no end token; set eos_token in its configuration")
+    if not tokenizer.chat_template:
+        raise ModelError(f"the tokenizer of model {base_model} has no chat template; add chat_template.jinja to it")
+    return ChatTokenizer(tokenizer)
+
+
+def check_folder(base_model: str) -> None:
+    """Raises ModelError for a path that looks like a folder and does not exist."""
+    looks_local = base_model.startswith((".", "/", "~")) or base_model.count("/") > 1
+    if looks_local and not Path(base_model).is_dir():
+        raise ModelError(f"model folder {base_model} does not exist here; give a transformers folder or a hub name")

@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
-from rollstream.producers.engines.chat_tokenizer import ChatTokenizer
+from rollstream.producers.engines.chat_tokenizer import check_folder, load_tokenizer
 from rollstream.producers.engines.generation import Model, check_cache
 from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
+from rollstream.schemas.adapters import has_embeddings
 from rollstream.schemas.devices import MODEL_LOADING, choose_cublas_workspace, device_of
 from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.errors import ModelError, is_of_device, is_out_of_memory
@@ -201,9 +202,10 @@ class ModelCache:
         module, name = (before.model.module, adapter) if before and adapter else self._add_adapter(published, where)
         try:
             own = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
-            check_fit(shapes_of(own), shapes_of(tensors), where)
+            beside = _base_weights_beside(module, name, tensors)
+            check_fit(shapes_of(own | beside), shapes_of(tensors), where)
             # Whatever needs memory of the device comes before the version there is changed.
-            moved = {key: value.to(own[key].device, own[key].dtype) for key, value in tensors.items()}
+            moved = {key: tensors[key].to(value.device, value.dtype) for key, value in own.items()}
             set_peft_model_state_dict(module, moved, adapter_name=name)
             if before is not None and adapter is not None:
                 if not in_place:
@@ -261,6 +263,19 @@ class ModelCache:
         if shape is None:
             check_cache(model, is_batched=not self._is_deterministic)
         return LoadedModel(published, model, tokenizer, max_length, num_token_ids, shape, adapter)
+
+
+def _base_weights_beside(module: Any, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's own weights of which an adapter on the embeddings or the head has copies in `tensors`.
+
+    Adapters do not change them, and others may be on the same model, so only their shapes are compared.
+    """
+    from peft import get_peft_model_state_dict
+
+    if not has_embeddings(module.peft_config[name].target_modules):
+        return {}
+    whole = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=True)
+    return {key: value for key, value in whole.items() if key in tensors and ".base_layer." in key}
 
 
 def _add_beside_others(module: Any, name: str, config: Any) -> None:
@@ -363,29 +378,3 @@ def _load_base(published: WeightsPublished, dtype: torch.dtype, device: torch.de
             f"model {base_model} cannot be loaded, from a folder or the hub: {one_line(error)}; "
             "correct its path, or download it first"
         ) from error
-
-
-def load_tokenizer(base_model: str) -> ChatTokenizer:
-    """A base model's tokenizer. Raises ModelError if it is missing or empty, or has no end token or chat template."""
-    check_folder(base_model)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(base_model, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(
-            f"model {base_model} has no tokenizer that can be loaded: {one_line(error)}; add its "
-            "files to the model's folder, or download it first"
-        ) from error
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made by transformers if the folder has no files of one
-        raise ModelError(f"the tokenizer of model {base_model} is empty; add tokenizer.json to the model's folder")
-    if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of model {base_model} has no end token; set eos_token in its configuration")
-    if not tokenizer.chat_template:
-        raise ModelError(f"the tokenizer of model {base_model} has no chat template; add chat_template.jinja to it")
-    return ChatTokenizer(tokenizer)
-
-
-def check_folder(base_model: str) -> None:
-    """Raises ModelError for a path that looks like a folder and does not exist."""
-    looks_local = base_model.startswith((".", "/", "~")) or base_model.count("/") > 1
-    if looks_local and not Path(base_model).is_dir():
-        raise ModelError(f"model folder {base_model} does not exist here; give a transformers folder or a hub name")

@@ -13,7 +13,8 @@ import safetensors
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from rollstream.producers.engines.model_cache import Shape, check_folder, load_tokenizer, named_unreadable
+from rollstream.producers.engines.chat_tokenizer import check_folder, load_tokenizer
+from rollstream.producers.engines.model_cache import Shape, named_unreadable
 from rollstream.schemas.devices import MODEL_LOADING
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.variables import one_line

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines import chat_tokenizer
-from rollstream.producers.engines.chat_tokenizer import ChatTokenizer, TextCache
-from rollstream.producers.engines.model_cache import load_tokenizer
+from rollstream.producers.engines.chat_tokenizer import ChatTokenizer, TextCache, load_tokenizer
 from rollstream.schemas.errors import ModelError
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]

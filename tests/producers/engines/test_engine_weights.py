@@ -10,8 +10,10 @@ from peft.tuners import lora
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, MambaConfig
 
+from rollstream.learner.model.policy import PolicyModel
 from rollstream.producers.engines import model_cache
 from rollstream.schemas.errors import ModelError
+from rollstream.schemas.settings import LoraSettings, ModelSettings
 from tests.producers.engines.engine_rig import (
     GROUP,
     OTHER,
@@ -271,5 +273,44 @@ def test_a_model_whose_state_is_not_in_the_cache_is_refused(folder, tmp_path, ho
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=102, **sizes))
     model.save_pretrained(base)
-    with pytest.raises(ModelError, match="cannot keep the state of mamba between tokens .*; use engine.kind vllm"):
+    with pytest.raises(ModelError, match=r"cannot keep the state of mamba between tokens .*; use engine.kind vllm"):
         run(one_by_one([]), (published(base), base / "model.safetensors"), **how)
+
+
+def trained(folder, tmp_path, group, seed, *modules):
+    """A learner's model with a changed adapter, and what it publishes."""
+    lora = LoraSettings(rank=4, alpha=8, target_modules=modules)
+    policy = PolicyModel(ModelSettings(path=str(folder), lora=lora), seed=0)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    path = tmp_path / f"{group}-{seed}.safetensors".replace("/", "-")
+    path.write_bytes(policy.weights_bytes())
+    event = published(folder, seed, group, weights_format="lora", lora=policy.adapter_config())
+    return policy.module.eval(), (event, path)
+
+
+def check_two_adapters(folder, tmp_path, modules):
+    """Two groups' adapters, one of them on `modules`, answer as their learners compute, version after version."""
+    first, load = trained(folder, tmp_path, GROUP, 0, *modules)
+    second, other_load = trained(folder, tmp_path, OTHER, 1, "q_proj")
+    newer, newer_load = trained(folder, tmp_path, GROUP, 2, *modules)
+    asked, others = requests(5), requests(5, group=OTHER)
+
+    async def work(engine):
+        before = await together(asked + others)(engine)
+        await engine.load(*newer_load)
+        return before, await together(asked)(engine)
+
+    before, after = run(work, load, other_load)
+    models = [first] * 5 + [second] * 5 + [newer] * 5
+    for model, request, generation in zip(models, [*asked, *others, *asked], [*before, *after], strict=True):
+        expected = full_forward_logprobs(model, request, generation)
+        assert torch.allclose(torch.tensor(generation.logprobs), expected, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("modules", [("q_proj", "lm_head"), ("embed_tokens",), ("embed_tokens", "lm_head")])
+def test_an_adapter_on_the_embeddings_or_the_head_is_generated_with(folder, tmp_path, modules):
+    check_two_adapters(folder, tmp_path, modules)
