@@ -135,7 +135,7 @@ def _untie_adapted(model: Any) -> None:
 
 def _lora_of(recorded: Mapping[str, Any], where: str) -> LoraSettings:
     """The adapter that a record describes. Raises ModelError for one that the learner does not train."""
-    for key in ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"):
+    for key in ("modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern", "layers_to_transform"):
         if recorded.get(key):
             raise ModelError(
                 f"{where}: {key} of its adapter is {recorded[key]}, which cannot be merged here; merge it with PEFT"

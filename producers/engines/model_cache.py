@@ -6,7 +6,8 @@ Not thread-safe.
 """
 
 import os
-from collections.abc import Generator, Mapping
+import re
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from rollstream.schemas.settings import NF4
 from rollstream.schemas.variables import one_line
 
 Shape = tuple[int, ...]
+_EXPERTS = re.compile(r"\.\*\\\.(\w|\\\.)+")
+"""Key of a pattern that peft makes for a parameter with all experts of a layer: `.*\\.gate_up_proj`."""
 _DRAW = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
 """Names of functions of torch, and of what transformers puts in their place, that fill a tensor with random numbers."""
 
@@ -299,7 +302,7 @@ def _adapter_config(recorded: Mapping[str, Any], where: str) -> Any:
     `where` for another kind of adapter, and KeyError, TypeError, ValueError.
 
     The other keys of a peft configuration are left alone: of some, peft imports modules, opens files or compiles
-    regular expressions.
+    regular expressions. Of patterns, only those are taken over that peft makes for experts in one tensor.
     """
     from peft import LoraConfig
 
@@ -314,11 +317,24 @@ def _adapter_config(recorded: Mapping[str, Any], where: str) -> Any:
         lora_alpha=recorded["lora_alpha"],
         lora_dropout=float(recorded.get("lora_dropout", 0.0)),
         target_modules=[str(name) for name in modules],
+        target_parameters=[str(name) for name in recorded.get("target_parameters") or ()] or None,
+        rank_pattern={key: int(value) for key, value in _pattern(recorded, "rank_pattern", where)},
+        alpha_pattern={key: float(value) for key, value in _pattern(recorded, "alpha_pattern", where)},
         use_rslora=bool(recorded.get("use_rslora", False)),
         use_dora=bool(recorded.get("use_dora", False)),
         task_type="CAUSAL_LM",
         inference_mode=True,
     )
+
+
+def _pattern(recorded: Mapping[str, Any], key: str, where: str) -> Iterable[tuple[str, Any]]:
+    found = dict(recorded.get(key) or {})
+    if odd := sorted(name for name in found if not _EXPERTS.fullmatch(name)):
+        raise ModelError(
+            f"{where}: {key} of its adapter has {odd[0]!r}, which is not loaded here; give all its modules one rank "
+            "and alpha"
+        )
+    return found.items()
 
 
 def read_weights(path: Path, where: str) -> dict[str, Tensor]:

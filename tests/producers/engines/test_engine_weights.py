@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft.tuners import lora
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, MambaConfig
+from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig
 
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.producers.engines import model_cache
@@ -314,3 +314,25 @@ def check_two_adapters(folder, tmp_path, modules):
 @pytest.mark.parametrize("modules", [("q_proj", "lm_head"), ("embed_tokens",), ("embed_tokens", "lm_head")])
 def test_an_adapter_on_the_embeddings_or_the_head_is_generated_with(folder, tmp_path, modules):
     check_two_adapters(folder, tmp_path, modules)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match any targeted module")
+@pytest.mark.parametrize("modules", [("q_proj", "gate_proj", "up_proj", "down_proj"), ("down_proj",)])
+def test_an_adapter_on_experts_in_one_tensor_is_generated_with(folder, tmp_path, modules):
+    base = tmp_path / "experts"
+    shutil.copytree(folder, base)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(vocab_size=102, **sizes, **EXPERTS)).save_pretrained(base)
+    check_two_adapters(base, tmp_path, modules)
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_peft_does_not_make_is_refused(folder, tmp_path, key):
+    _, path, config = adapter(folder, tmp_path, 1)
+    changed = published(folder, weights_format="lora", lora=config | {key: {"(q|q)*_proj": 4}})
+    with pytest.raises(ModelError, match=rf"{key} of its adapter has '\(q\|q\)\*_proj', which is not loaded here"):
+        run(one_by_one([]), (changed, path))
