@@ -19,6 +19,8 @@ NO_LOGPROB = -9999.0
 """Sent by vLLM for a token without a log-probability, and for one that limits exclude."""
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature where a lower one is asked for, except 0, and reports nothing of it."""
+MAX_TEMPERATURE = 2.0
+"""vLLM refuses requests above it."""
 MAX_UNTOLD = 1e-3
 """Probability that may be lacking of ids whose probabilities add up to 1, for rounding."""
 TOLD_BYTES = 200
@@ -26,12 +28,14 @@ TOLD_BYTES = 200
 
 
 def check_temperature(sampling: Sampling) -> None:
-    """Raises PromptRefusedError for a temperature that vLLM replaces by another one."""
+    """Raises PromptRefusedError for a temperature that vLLM refuses, or replaces by another one."""
+    wrong = ""
     if 0 < sampling.temperature < MIN_TEMPERATURE:
-        refused = PromptRefusedError(
-            f"temperature {sampling.temperature:g}: vLLM samples at {MIN_TEMPERATURE:g} instead; set 0, or "
-            f"{MIN_TEMPERATURE:g} or more"
-        )
+        wrong = f"vLLM samples at {MIN_TEMPERATURE:g} instead; set 0, or {MIN_TEMPERATURE:g} or more"
+    elif sampling.temperature > MAX_TEMPERATURE:
+        wrong = f"vLLM refuses more than {MAX_TEMPERATURE:g}; set {MAX_TEMPERATURE:g} or less"
+    if wrong:
+        refused = PromptRefusedError(f"temperature {sampling.temperature:g}: {wrong}")
         refused.param = "temperature"
         raise refused
 

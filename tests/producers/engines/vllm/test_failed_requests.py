@@ -291,14 +291,16 @@ def test_a_server_that_answers_nothing_is_not_waited_for_longer_than_for_its_hea
     asyncio.run(main())
 
 
-def test_a_temperature_that_vllm_would_raise_is_refused(small_base: Path, tmp_path: Path) -> None:
+def test_a_temperature_that_vllm_would_raise_or_refuse_is_refused(small_base: Path, tmp_path: Path) -> None:
     async def main() -> None:
         server = StandInServer(small_base)
         async with engine_over(tmp_path, server) as engine:
             await engine.load(*lora(small_base, tmp_path, 0))
-            for temperature in (0.0, 0.01):
+            for temperature in (0.0, 0.01, 2.0):
                 await engine.generate(GenerationRequest(GROUP, [5], Sampling(temperature=temperature), 1))
             with pytest.raises(PromptRefusedError, match=r"temperature 0\.009: vLLM samples at 0\.01 instead; set 0"):
                 await engine.generate(GenerationRequest(GROUP, [5], Sampling(temperature=0.009), 1))
+            with pytest.raises(PromptRefusedError, match=r"temperature 2\.1: vLLM refuses more than 2; set 2 or less"):
+                await engine.generate(GenerationRequest(GROUP, [5], Sampling(temperature=2.1), 1))
 
     asyncio.run(main())
