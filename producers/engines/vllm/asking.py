@@ -98,7 +98,7 @@ def generated(choice: Mapping[str, Any], request: GenerationRequest, base: BaseM
     ids = tuple(choice["token_ids"])
     if ids != tuple(one["token_id"] for one in content):
         raise ValueError("log-probabilities of other tokens than it sampled; report it to vLLM")
-    logprobs = tuple(float(one["logprob"]) for one in content)
+    logprobs = _of_sampled(request, (one["logprob"] for one in content))
     return AnsweredTokens(ids, logprobs, kept_ids(request, base, lambda: top_by_id(content)))
 
 
@@ -107,9 +107,17 @@ def completed(choice: Mapping[str, Any], request: GenerationRequest, base: BaseM
     if "token_ids" not in choice:
         raise ValueError("use a vLLM that knows return_token_ids")
     found = choice["logprobs"]
-    logprobs = tuple(map(float, found["token_logprobs"]))
+    logprobs = _of_sampled(request, found["token_logprobs"])
     kept = kept_ids(request, base, lambda: top_by_name(found.get("top_logprobs") or ()))
     return AnsweredTokens(tuple(choice["token_ids"]), logprobs, kept)
+
+
+def _of_sampled(request: GenerationRequest, reported: Iterable[Any]) -> tuple[float, ...]:
+    """Log-probabilities in the distribution sampled from: at temperature 0 the likeliest id has all of it, but vLLM
+    reports those of temperature 1.
+    """
+    found = tuple(map(float, reported))
+    return found if request.sampling.temperature else (0.0,) * len(found)
 
 
 def top_by_id(content: Iterable[Mapping[str, Any]]) -> list[dict[int, float]]:

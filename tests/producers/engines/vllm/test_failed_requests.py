@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollstream.producers.engines.base import GenerationRequest
+from rollstream.producers.engines.vllm.asking import completed, generated
+from rollstream.producers.engines.vllm.base_model import read_base_model
 from rollstream.producers.engines.vllm.pool import MAX_FAILED, MAX_TRIES
 from rollstream.producers.engines.vllm.probing import LOAD_TRIES
 from rollstream.schemas.errors import ModelError, PromptRefusedError
@@ -304,3 +306,14 @@ def test_a_temperature_that_vllm_would_raise_or_refuse_is_refused(small_base: Pa
                 await engine.generate(GenerationRequest(GROUP, [5], Sampling(temperature=2.1), 1))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("temperature", "logprob"), [(0.0, 0.0), (1.0, -0.7)])
+def test_at_temperature_0_the_likeliest_id_has_all_probability(
+    small_base: Path, temperature: float, logprob: float
+) -> None:
+    request = GenerationRequest(GROUP, [5], Sampling(temperature=temperature), 1)
+    base = read_base_model(str(small_base))
+    content = [{"token_id": 5, "logprob": -0.7}]
+    assert generated({"token_ids": [5], "logprobs": {"content": content}}, request, base).logprobs == (logprob,)
+    assert completed({"token_ids": [5], "logprobs": {"token_logprobs": [-0.7]}}, request, base).logprobs == (logprob,)
