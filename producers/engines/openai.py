@@ -214,6 +214,7 @@ class OpenAIEngine:
         try:
             choice = found["choices"][0]
             text = choice["text"] if self._settings.api == "completions" else choice["message"]["content"]
+            text = "" if text is None else text  # of a model that was still reasoning, or is silent
             reason = choice.get("finish_reason")
         except (LookupError, TypeError, AttributeError) as error:
             raise self._error(f"gave an answer without choices: {shown(found)}; check base_url and api") from error
