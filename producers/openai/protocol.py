@@ -19,6 +19,10 @@ REASONING = "reasoning_content"
 """Key of a message; not OpenAI's, but what servers of open models call it."""
 
 
+REPLACEMENT = "\ufffd"
+"""Placeholder that a tokenizer writes for a character of which it does not have all bytes."""
+WINDOW = 32
+"""Ids that are decoded together where the text of an answer is looked through id by id."""
 NOTHING_SENT: Mapping[int, int] = {}
 
 
@@ -72,10 +76,12 @@ def answer_of(
     ids, reason = generation.token_ids, generation.finish_reason
     text_ids = ids[:-1] if reason == "stop" and not is_cut else ids
     text = _text(tokenizer, text_ids)
-    at, stop_text = first_stop(text, stop), None
-    if at is not None:
+    stop_text = None
+    if (length := _tokens_until_stop(tokenizer, text_ids, stop)) is not None:
+        ids = ids[:length]
+        text = _text(tokenizer, ids)
+        at = first_stop(text, stop)
         stop_text = next(word for word in stop if text.startswith(word, at))
-        ids = ids[: _tokens_until_stop(tokenizer, text_ids, stop)]
         text, reason = text[:at], "stop"
     parts = parts_of(text, ids, salt, parse) if has_tools else AnswerParts(text)
     text, calls = parts.content, parts.tool_calls
@@ -105,20 +111,43 @@ def stop_length(generation: Generation, tokenizer: Tokenizer, stop: Sequence[str
     if not stop or not ids:
         return None
     has_end = is_end(tokenizer, ids[-1])
-    text = _text(tokenizer, ids[:-1] if has_end else ids)
-    if first_stop(text, stop) is not None:
-        return _tokens_until_stop(tokenizer, ids, stop)
-    return len(ids) if has_end and _text(tokenizer, ids[-1:]) in stop else None
+    length = _tokens_until_stop(tokenizer, ids[:-1] if has_end else ids, stop)
+    if length is None and has_end and _text(tokenizer, ids[-1:]) in stop:
+        return len(ids)
+    return length
 
 
-def _tokens_until_stop(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> int:
-    """Minimum number of the ids that contain one of the stop texts."""
+def _tokens_until_stop(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> int | None:
+    """Minimum number of the ids that contain one of the stop texts; None if there is none."""
+    text = _text(tokenizer, ids) if stop else ""
+    if first_stop(text, stop) is None:
+        return _first_with_stop(tokenizer, ids, stop) if REPLACEMENT in text else None
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2
         has_stop = first_stop(_text(tokenizer, ids[:middle]), stop) is not None
         low, high = (low, middle) if has_stop else (middle + 1, high)
-    return low
+    is_doubtful = REPLACEMENT in _text(tokenizer, ids[: low - 1])
+    return _first_with_stop(tokenizer, ids[:low], stop) if is_doubtful else low
+
+
+def _first_with_stop(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> int | None:
+    """The same, found in order, for texts that lose a stop text again while a character has only some of its bytes:
+    tokenizers with byte fallback write a whole run of bytes as REPLACEMENT until all of it can be decoded.
+
+    Ids before a window are decoded once, where they decode apart as they do together.
+    """
+    before, begin, longest = "", 0, max(map(len, stop))
+    for end in range(1, len(ids) + 1):
+        text = before + _text(tokenizer, ids[begin:end])
+        if first_stop(text, stop) is not None:
+            return end
+        middle = end - WINDOW
+        if middle >= begin + WINDOW:
+            left = before + _text(tokenizer, ids[begin:middle])
+            if left + _text(tokenizer, ids[middle:end]) == text:
+                before, begin = left[-longest:], middle
+    return None
 
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -227,5 +256,5 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
     # A token that ends within a character has no bytes that its text would tell.
-    spelt = None if "\ufffd" in text else list(text.encode())
+    spelt = None if REPLACEMENT in text else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": spelt, "top_logprobs": []}

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from rollstream.producers.engines.base import Tokenizer
+from rollstream.producers.openai.protocol import REPLACEMENT
 from rollstream.producers.rollout.reply import CALL_BEGINS, Parse
 
 OnText = Callable[[int, str], None]
 """Given the index of a choice and a piece of its text."""
-REPLACEMENT = "\ufffd"
-"""Placeholder that a tokenizer writes for a character whose other bytes are still to come."""
 MAX_CHARACTER_IDS = 4
 """Maximum ids of one character, each of at least one of its bytes."""
 MAX_UNREAD_IDS = 4 * MAX_CHARACTER_IDS

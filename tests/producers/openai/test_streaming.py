@@ -19,8 +19,8 @@ from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.base import Generation, GenerationRequest
 from rollstream.producers.engines.scripted import ScriptedEngine, ScriptedTokenizer
 from rollstream.producers.engines.transformers import TransformersEngine
-from rollstream.producers.openai.protocol import answer_of
-from rollstream.producers.openai.streaming import REPLACEMENT, TextStream
+from rollstream.producers.openai.protocol import REPLACEMENT, answer_of, stop_length
+from rollstream.producers.openai.streaming import TextStream
 from rollstream.producers.rollout.journal import Journal
 from rollstream.schemas import tokens
 from rollstream.schemas.engine_settings import TransformersSettings
@@ -28,6 +28,7 @@ from rollstream.schemas.events.rollouts import VersionSpan
 from tests.producers.conftest import answers
 from tests.producers.gateway.gateway_rig import play_outside
 from tests.producers.openai.test_openai_endpoint import ASK, serving
+from tests.rigs.runs.llama_tokenizer import llama_tokenizer
 
 CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
 PARTS = st.lists(
@@ -52,6 +53,19 @@ def test_pieces_are_how_the_text_of_the_answer_begins(parts, sizes, stop, has_to
         assert whole.text.startswith(sent)
     if not stop and not has_tools and REPLACEMENT not in whole.text:
         assert sent == whole.text
+
+
+@pytest.mark.parametrize("rest", ["<0xF0> <0x9F> <0x98> <0x80>", "<0xF0> <0x9F>", "<0xA0> a a", "a <0xF0> <0x9F>"])
+@pytest.mark.parametrize("before", [1, 200])
+def test_a_stop_text_of_bytes_is_found_before_bytes_of_an_unfinished_character(rest, before):
+    tokenizer = llama_tokenizer()
+    names = [*["a"] * before, "<0x0A>", *rest.split()]
+    ids = tuple(tokenizer.convert_tokens_to_ids(names))
+    span = VersionSpan(model_group="run-1/policy", version=0, length=len(ids))
+    generation = Generation(ids, (0.0,) * len(ids), (span,), "length")
+    assert stop_length(generation, tokenizer, ("\n",)) == before + 1
+    answer = answer_of(generation, tokenizer, model_group="", prompt_ids=(1,), salt=0, stop=("\n",))
+    assert (answer.text, len(answer.token_ids), answer.finish_reason) == ("a" * before, before + 1, "stop")
 
 
 async def pieces_of(stream: Any) -> list[Any]:
