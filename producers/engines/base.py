@@ -184,6 +184,32 @@ def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return [first, *ids] if rest[: len(ids)] == ids != [] and first != ids[0] else ids
 
 
+def ids_after(tokenizer: Tokenizer, text: str, last_id: int) -> list[int]:
+    """Token ids of a text that goes on after a token.
+
+    Some tokenizers (Llama 2, Mistral, Phi-3) write a `▁` at the beginning of a text, which only what begins one has:
+    with these the text is encoded after that token's, if it is a special one, else after a line end.
+    """
+    ids, begun = (tokenizer.encode(one, add_special_tokens=False) for one in ("a", "\n"))
+    if tokenizer.encode("\na", add_special_tokens=False) != [*begun, *ids]:
+        is_special = not tokenizer.decode([last_id], skip_special_tokens=True)
+        before = tokenizer.decode([last_id], skip_special_tokens=False) if is_special else "\n"
+        begun = tokenizer.encode(before, add_special_tokens=False)
+        whole = tokenizer.encode(before + text, add_special_tokens=False)
+        if begun and whole[: len(begun)] == begun:
+            return whole[len(begun) :]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def space_before(tokenizer: Tokenizer, token_id: int, last_id: int) -> str:
+    """The space of a token that is in a text after another token, and not in the token's own text: the decoders of the
+    same tokenizers leave out one at the beginning of a text.
+    """
+    last, text = (tokenizer.decode([one], skip_special_tokens=False) for one in (last_id, token_id))
+    whole = tokenizer.decode([last_id, token_id], skip_special_tokens=False)
+    return " " if whole == f"{last} {text}" else ""
+
+
 class NoTokenizer(Tokenizer):
     """Tokenizer of a model that another training backend has: ids are taken as they come, and no text becomes ids."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
-from rollstream.producers.engines.base import Generation, Tokenizer, plain_ids
+from rollstream.producers.engines.base import Generation, Tokenizer, ids_after, plain_ids, space_before
 from rollstream.schemas import tokens
 from rollstream.schemas.base import maker_of, validator_of
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
@@ -136,7 +136,7 @@ class Conversation:
         prompt_ids, completion_ids = self._calls[step_index]
         kept = prompt_ids[:length] + completion_ids[: max(0, length - len(prompt_ids))]
         rest = text[num_characters:]
-        new_ids = array("i", self._tokenizer.encode(rest, add_special_tokens=False) if rest else ())
+        new_ids = array("i", ids_after(self._tokenizer, rest, kept[-1]) if rest else ())
         prefix = _prefix({"step_index": step_index, "length": length, "sha256": ids_sha256(kept)})
         return Prompt(text, kept + new_ids, prefix, self._used_in(rest, prefix))
 
@@ -193,9 +193,10 @@ class Conversation:
         num_prompt = len(prompt.token_ids)
         self._calls[step_index] = prompt.token_ids, completion
         self._stems.add(prompt.text, num_prompt, step_index)
-        self._stems.add(prompt.text + answer, num_prompt + len(text_ids), step_index)
-        if has_end:
-            self._stems.add(prompt.text + self._text(completion), num_prompt + len(completion), step_index)
+        texts = [(answer, len(text_ids)), *([(self._text(completion), len(completion))] if has_end else [])]
+        for before in dict.fromkeys(("", self._space_before(completion, prompt.token_ids))):
+            for text, length in texts:
+                self._stems.add(prompt.text + before + text, num_prompt + length, step_index)
         if prompt.history:
             self._by_history[history_with(prompt.history, answer)] = step_index
         for used in prompt.uses:
@@ -220,6 +221,10 @@ class Conversation:
         known = {step: answer for step, answer in self._unused.items() if step != own}
         letters = _letters(text) if known else ""
         return tuple(step for step, answer in known.items() if answer in letters)
+
+    def _space_before(self, completion: "array[int]", prompt_ids: "array[int]") -> str:
+        """The space with which a chat template begins an answer, and the answer's text does not."""
+        return space_before(self._tokenizer, completion[0], prompt_ids[-1]) if completion and prompt_ids else ""
 
     def _text(self, ids: "array[int]") -> str:
         # Special tokens stay in the text: an answer that holds one is rendered back word for word.

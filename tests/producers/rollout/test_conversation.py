@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.producers.engines.base import plain_ids
+from rollstream.producers.engines.base import ids_after, plain_ids
 from rollstream.producers.engines.scripted import SPECIALS, ScriptedTokenizer
 from rollstream.producers.rollout.conversation import MIN_SHARED, Conversation, Stems
+from tests.rigs.runs.llama_tokenizer import MISTRAL, PHI, llama_tokenizer
 
 TEXTS = st.text(alphabet="ab\u00e9", max_size=8)
 
@@ -116,3 +117,37 @@ def test_a_prompt_that_continues_the_last_call_is_compared_with_no_other() -> No
         conversation.append_recorded(turn, prompt._replace(token_ids=Counted("i", ids)), array("i", [turn]))
         ids = [*ids, turn]
     assert Counted.num_joined == num_turns - 1
+
+
+@pytest.mark.parametrize(
+    ("template", "sampled"),
+    [(PHI, ["Hello"]), (PHI, ["H", "e", "ll", "o"]), (MISTRAL, ["▁Hello"]), (MISTRAL, ["▁", "Hello"])],
+)
+def test_later_turns_are_exact_with_a_tokenizer_that_marks_the_beginning_of_a_text(
+    template: str, sampled: list[str]
+) -> None:
+    tokenizer = llama_tokenizer(template)
+    first, later = {"role": "user", "content": "hi"}, {"role": "user", "content": "hello, hi"}
+
+    def text_of(*messages: dict[str, str]) -> str:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return text
+
+    conversation = Conversation(tokenizer)
+    prompt = conversation.prompt(text_of(first))
+    completion = [*tokenizer.convert_tokens_to_ids(sampled), tokenizer.eos_token_id]
+    answer = conversation.append_sampled(0, prompt, completion)
+    assert answer == "Hello"
+    continued = conversation.prompt(text_of(first, {"role": "assistant", "content": answer}, later))
+    kept = [*prompt.token_ids, *completion]
+    assert continued.prefix is not None
+    assert continued.prefix.length == len(kept)
+    whole = tokenizer.encode(text_of(first, {"role": "assistant", "content": answer}, later), add_special_tokens=False)
+    end = whole.index(tokenizer.eos_token_id, len(prompt.token_ids)) + 1
+    assert continued.token_ids.tolist() == [*kept, *whole[end:]]
+
+
+@given(st.text(alphabet="ab \n", max_size=8), st.integers(0, 90))
+def test_a_tokenizer_that_marks_no_beginning_encodes_what_goes_on_as_before(text: str, last_id: int) -> None:
+    tokenizer = ScriptedTokenizer()
+    assert ids_after(tokenizer, text, last_id) == tokenizer.encode(text, add_special_tokens=False)
