@@ -13,7 +13,8 @@ from rollstream.learner.progress import GroupState, LogState
 from rollstream.learner.progress import evolve as evolve_weights
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
-from rollstream.schemas.events import RunContinued, WeightsCollected
+from rollstream.schemas.errors import TopicError
+from rollstream.schemas.events import RunContinued, RunStarted, TaskRequested, WeightsCollected
 
 TOPICS = ("groups", "batches", "jobs", "weights")
 
@@ -123,3 +124,14 @@ async def versions_of(log: EventLog, model_group: str, version: int) -> tuple[Gr
         if isinstance(received.event, WeightsCollected) and version in received.event.versions:
             collected = received.event.reason(received.timestamp_ms)
     return state.group(model_group), collected
+
+
+async def check_partitions(log: EventLog, started: RunStarted) -> None:
+    """Raises TopicError if partitions were added to the topics: the open tasks of the run would be in wrong ones."""
+    found = await log.num_partitions(TaskRequested.TOPIC)
+    if found != started.num_partitions:
+        raise TopicError(
+            f"run {started.run_id} began with {started.num_partitions} partitions, and topic {TaskRequested.TOPIC} has "
+            f"{found}; it cannot be continued: begin a new run from one of its versions "
+            f"(`rollstream finetune --fork {started.run_id}@VERSION`)"
+        )

@@ -20,8 +20,8 @@ from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import WRITTEN, check_manifests, jobs_of, most_trajectories
 from rollstream.harness.config.resolve import block_of, is_ours
 from rollstream.harness.config.rewards import check_examples, permissions_of
-from rollstream.harness.runs.follower import follow
-from rollstream.harness.runs.preflight import environment_of, users_code
+from rollstream.harness.runs.follower import check_partitions, follow
+from rollstream.harness.runs.preflight import check_inputs, environment_of, users_code
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.sampling_checks import reads_base_models
 from rollstream.harness.runs.stored_config import check_stored, check_variables, from_variables, name_changes
@@ -30,7 +30,7 @@ from rollstream.producers.league.draw import frozen_player
 from rollstream.producers.league.opponents import PublishedVersions, base_model_of
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
-from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError, TopicError, TruncatedError
+from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError, TruncatedError
 from rollstream.schemas.evaluators import DatasetSection
 from rollstream.schemas.events import JobStarted, RunStarted, TaskRequested
 from rollstream.schemas.events.recorded import RECORDED
@@ -77,8 +77,7 @@ async def new_run(
     config = loaded.config
     examples = examples_of(config) if examples is None else examples
     run_id = run_id or ids.new_run_id(name)
-    jobs = checked_jobs(config, run_id, examples, is_fork=parent is not None)
-    check_epoch(loaded, jobs[-1], len(examples))
+    jobs = checked_jobs(loaded, run_id, examples, is_fork=parent is not None)
     await check_frozen(log, config, run_id)
     started = RunStarted(
         run_id=run_id,
@@ -100,43 +99,38 @@ async def new_run(
 
 
 def checked_examples(
-    config: RunConfig, run_id: str, examples: list[dataset.Example] | None, *, is_fork: bool
+    loaded: Loaded, run_id: str, examples: list[dataset.Example] | None, *, is_fork: bool
 ) -> list[dataset.Example]:
     """The examples of a new run: `examples`, where those of its dataset were read already. Raises as `checked_jobs`."""
-    examples = examples_of(config) if examples is None else examples
-    checked_jobs(config, run_id, examples, is_fork=is_fork)
+    examples = examples_of(loaded.config) if examples is None else examples
+    checked_jobs(loaded, run_id, examples, is_fork=is_fork)
     return examples
 
 
-def checked_jobs(
-    config: RunConfig, run_id: str, examples: list[dataset.Example], *, is_fork: bool
-) -> tuple[JobSpec, ...]:
+def checked_jobs(loaded: Loaded, run_id: str, examples: list[dataset.Example], *, is_fork: bool) -> tuple[JobSpec, ...]:
     """The jobs of a new run. Raises ConfigError for records that could become too large."""
-    jobs = jobs_of(config, run_id, is_fork=is_fork)
+    jobs = jobs_of(loaded.config, run_id, is_fork=is_fork)
     check_manifests(jobs)
     check_attempts(jobs)
     check_tasks(jobs, examples)
+    _check_epoch(loaded, jobs[-1], len(examples))
     return jobs
 
 
-def check_epoch(loaded: Loaded, spec: JobSpec, num_examples: int) -> None:
+def _check_epoch(loaded: Loaded, spec: JobSpec, num_examples: int) -> None:
     """Raises ConfigError if an epoch that is submitted whole has more trajectories than fit into its manifest.
 
-    Only warns where some may be left out. Another package's builder, and losses on pairs, make other numbers of them.
+    Only warns where the curriculum or components of others may leave some out. Rollouts have one trajectory at least.
     """
     is_known = is_ours(block_of(loaded.finetune, "trajectory_builder")) and not spec.job.algorithm.needs.pairs
-    if spec.plan.planning != "submitted" or not is_known or loaded.config.environment == RECORDED:
+    num, most = num_examples * spec.plan.num_generations, most_trajectories(spec, WRITTEN)
+    if num <= most or spec.plan.planning != "submitted" or not is_known or loaded.config.environment == RECORDED:
         return
-    num = num_examples * spec.plan.num_generations * max(1, len(spec.rollout.agents))
-    most = most_trajectories(spec, WRITTEN)
-    if num <= most:
-        return
-    what = (
-        f"job {spec.job_id}: an epoch of {num} trajectories (examples x num_generations x agents) exceeds the {most} "
-    )
-    what += "that fit into its manifest"
-    if is_ours(block_of(loaded.finetune, "trainer")) and not spec.plan.curriculum.enabled:
-        raise ConfigError(f"{what}; give fewer examples, lower num_generations, or choose planning: stream")
+    epoch = f"job {spec.job_id}: an epoch of {num} trajectories (examples x num_generations)"
+    what = f"{epoch} exceeds the {most} that fit into its manifest"
+    others = not all(is_ours(block_of(loaded.finetune, name)) for name in ("trainer", "trainer_adapter"))
+    if not spec.plan.curriculum.enabled and not others:
+        raise ConfigError(f"{what}; give fewer examples, or lower num_generations")
     warn(f"{what}; the run fails if the curriculum and the components leave more than {most} of them")
 
 
@@ -230,7 +224,7 @@ async def open_run(
     progress = await look_up(log, run_id)
     assert progress.run is not None
     if progress.ended is None:
-        await _check_partitions(log, progress.run)
+        await check_partitions(log, progress.run)
     check_stored(progress.run.config, loaded.written, run_id=run_id, trust=trust)
     is_fork = progress.run.parent is not None
     stored = config_file.resolve(dict(progress.run.config), is_new=False)
@@ -260,17 +254,6 @@ async def open_run(
         artifacts.drop_copy(progress.run.dataset)
     kept = tuple(weighted_as_recorded(spec, progress.job(spec.job_id).started) for spec in jobs)
     return RunPlan(progress.run, kept, is_new=False, is_over=progress.ended is not None)
-
-
-async def _check_partitions(log: EventLog, started: RunStarted) -> None:
-    """Raises TopicError if partitions were added to the topics: the open tasks of the run would be in wrong ones."""
-    found = await log.num_partitions(TaskRequested.TOPIC)
-    if found != started.num_partitions:
-        raise TopicError(
-            f"run {started.run_id} began with {started.num_partitions} partitions, and topic {TaskRequested.TOPIC} has "
-            f"{found}; it cannot be continued: begin a new run from one of its versions "
-            f"(`rollstream finetune --fork {started.run_id}@VERSION`)"
-        )
 
 
 def planned_as(config: RunConfig, planning: Literal["stream", "submitted"]) -> RunConfig:
@@ -354,9 +337,7 @@ def examples_of(config: RunConfig) -> list[dataset.Example]:
     location = f"environment {config.environment}: {type(environment).__name__}.examples()"
     with users_code(location, config):
         examples = dataset.examples_of(environment.examples(num, config.adapter.seed), location)
-    with users_code(f"environment {config.environment}: required_inputs()", config):
-        for example in examples:
-            environment.check_inputs(example.inputs, example.example_id)
+    check_inputs(config, examples, location)
     if config.environment != RECORDED:  # examples are part of the recorded rollouts
         check_examples(config, examples, f"environment {config.environment}")
     return examples

@@ -169,11 +169,12 @@ def _check_dataset(config: RunConfig, location: str, *, is_new: bool = True) -> 
     where = f"dataset {config.dataset.file_path}"
     check_examples(config, examples, where, is_new=is_new)
     if config.builder.services != "external":  # else the environment is known there
-        _check_inputs(config, examples, where)
+        check_inputs(config, examples, where)
     return examples
 
 
-def _check_inputs(config: RunConfig, examples: "Iterable[Example]", where: str) -> None:
+def check_inputs(config: RunConfig, examples: "Iterable[Example]", where: str) -> None:
+    """Raises ConfigError naming `where` and the first example that lacks what the environment requires."""
     environment = environment_of(config)
     try:
         with users_code(f"environment {config.environment}", config):
@@ -390,8 +391,7 @@ def is_at_endpoint(config: RunConfig, url: str) -> bool:
         if served is not None and parts.hostname is not None and parts.port == served.port:
             if is_unspecified(served.host):
                 return is_this_machine(parts.hostname)
-            hosts = {*LOOPBACK, *UNSPECIFIED} if served.host in LOOPBACK else {served.host}
-            return parts.hostname in hosts
+            return parts.hostname in ({*LOOPBACK, *UNSPECIFIED} if served.host in LOOPBACK else {served.host})
     return False
 
 

@@ -128,7 +128,7 @@ def check_run(run_request: RunRequest) -> "list[Example] | None":
     if not is_new:
         return None
     run_id = run_request.run_id or ids.new_run_id(run_request.name)
-    return checked_examples(config, run_id, examples, is_fork=run_request.fork is not None)
+    return checked_examples(run_request.loaded, run_id, examples, is_fork=run_request.fork is not None)
 
 
 @contextmanager

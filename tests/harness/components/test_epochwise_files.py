@@ -1,4 +1,4 @@
-"""Files of an epochwise run: an epoch adds to them, and what a crash cut off is mended."""
+"""The curriculum of an epochwise run, and its files: an epoch adds to them, and what a crash cut off is mended."""
 
 import json
 import tracemalloc
@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from rollstream.harness.components.curriculum import choose
 from rollstream.harness.components.history import EpochFiles
 from rollstream.harness.runs.earlier_output import METRICS, REWARDS, VALIDATIONS
+from rollstream.processors.curate.curriculum import CurriculumProgress
+from rollstream.schemas.finetuning import Trajectory
+from rollstream.schemas.settings import CurriculumSettings
 
 
 def add(files: EpochFiles, epoch: int, examples: int = 3) -> None:
@@ -143,3 +147,15 @@ def test_validations_are_continued_where_no_epoch_has_trajectories_but_not_those
     assert [row["avg_reward"] for row in json.loads((tmp_path / VALIDATIONS).read_text())] == [0.9, 0.5]
     other.resume("other", 2)
     assert other.validations == []
+
+
+def test_the_curriculum_compares_trajectories_of_the_same_agent() -> None:
+    def trajectory(agent: str, reward: float) -> Trajectory:
+        return Trajectory(episode=[], reward=reward, metadata={"agent": agent})
+
+    always = [trajectory("x", 1.0), trajectory("o", 0.0)] * 2
+    in_turn = [trajectory(agent, reward) for reward in (0.0, 1.0) for agent in ("x", "o")]
+    nameless = [Trajectory(episode=[], reward=reward) for reward in (0.0, 1.0)]
+    on = CurriculumSettings(enabled=True, initial_percentile=1.0)
+    _, chosen = choose([always, in_turn, nameless], on, CurriculumProgress(1.0), 0, seed=1)
+    assert {index for index, _ in chosen} == {1, 2}

@@ -13,7 +13,6 @@ import pytest
 from rollstream.harness import TrainerAdapter, TrajectoryBuilder
 from rollstream.harness.components.adapter import RollstreamTrainerAdapter
 from rollstream.harness.components.builder import RollstreamTrajectoryBuilder
-from rollstream.harness.components.curriculum import choose
 from rollstream.harness.components.history import EpochFiles
 from rollstream.harness.components.interfaces import EvaluationItem, EvaluationOutput, EvaluatorOutput
 from rollstream.harness.components.trainer import RollstreamTrainer
@@ -22,7 +21,6 @@ from rollstream.harness.config.components import (
     RollstreamTrainerConfig,
     RollstreamTrajectoryBuilderConfig,
 )
-from rollstream.processors.curate.curriculum import CurriculumProgress
 from rollstream.schemas.errors import ComponentError, EnvironmentRunError
 from rollstream.schemas.finetuning import (
     CurriculumLearningConfig,
@@ -39,7 +37,7 @@ from rollstream.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
-from rollstream.schemas.settings import CurriculumSettings, ModelSettings
+from rollstream.schemas.settings import ModelSettings
 
 ROLES = (EpisodeItemRole.USER, EpisodeItemRole.ASSISTANT)
 
@@ -149,18 +147,6 @@ def test_the_curriculum_opens_in_the_sequence_that_nat_was_seen_to_follow(make: 
         assert percentiles == [0.3] * 4 + [0.5] * 5 + [0.7] * 5 + [0.9] * 5 + [1.0] * 2
 
     asyncio.run(scenario())
-
-
-def test_the_curriculum_compares_trajectories_of_the_same_agent() -> None:
-    def trajectory(agent: str, reward: float) -> Trajectory:
-        return Trajectory(episode=[], reward=reward, metadata={"agent": agent})
-
-    always = [trajectory("x", 1.0), trajectory("o", 0.0)] * 2
-    in_turn = [trajectory(agent, reward) for reward in (0.0, 1.0) for agent in ("x", "o")]
-    nameless = [Trajectory(episode=[], reward=reward) for reward in (0.0, 1.0)]
-    on = CurriculumSettings(enabled=True, initial_percentile=1.0)
-    _, chosen = choose([always, in_turn, nameless], on, CurriculumProgress(1.0), 0, seed=1)
-    assert {index for index, _ in chosen} == {1, 2}
 
 
 def test_an_epoch_goes_in_nats_order_and_validation_comes_first_where_it_is_due(make: Any) -> None:

@@ -103,15 +103,15 @@ def test_agents_of_one_group_are_compared_each_with_itself(partition, make_membe
     assert {cause for _, cause in causes(partition.close(task, (), members=members))} == {"zero_variance"}
 
 
-@pytest.mark.parametrize("steer", [True, False])
+@pytest.mark.parametrize("is_adaptive", [True, False])
 @pytest.mark.parametrize(("revision", "is_judged_by_agent"), [(3, False), (4, True)])
 def test_the_curriculum_compares_rewards_of_one_agent_since_revision_4(
-    partition, make_member, pick, steer, revision, is_judged_by_agent
+    partition, make_member, pick, is_adaptive, revision, is_judged_by_agent
 ):
     """In a zero-sum game each rollout's mean is the same: in the first example each agent wins once, in the second
     "x" always wins."""
     plan = {"tasks_per_epoch": 2, "num_generations": 2, "num_epochs": 2, "drop_zero_variance": False}
-    curriculum = {"enabled": True, "steer": steer, "initial_percentile": 1.0, "explore_share": 0.0}
+    curriculum = {"enabled": True, "steer": is_adaptive, "initial_percentile": 1.0, "explore_share": 0.0}
     partition.dataset = {name: {"name": name} for name in ("balanced", "unbalanced")}
     tasks = partition.start(**plan, revision=revision, curriculum=curriculum)
     balanced, unbalanced = sorted(tasks, key=lambda task: task.example_id)
@@ -127,7 +127,7 @@ def test_the_curriculum_compares_rewards_of_one_agent_since_revision_4(
     outputs = [*partition.close(balanced, (), members=played(balanced, "xo"))]
     outputs += partition.close(unbalanced, (), members=played(unbalanced, "xx"))
     expected = {"balanced"} if is_judged_by_agent else {"balanced", "unbalanced"}
-    if steer:
+    if is_adaptive:
         assert {task.example_id for task in pick(TaskRequested, partition.start_epoch(1))} == expected
     else:
         trained = {tasks[index].example_id for index in groups_in(pick(BatchPlanned, outputs)[0])}
