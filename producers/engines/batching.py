@@ -159,7 +159,7 @@ class Rows(Protocol):
 
 @dataclass(eq=False, slots=True)
 class ThreadJob:
-    """Work between two forwards, in order."""
+    """Work between two forwards."""
 
     work: Callable[[], Any]
     done: "asyncio.Future[Any]" = field(repr=False)
@@ -305,13 +305,14 @@ class ContinuousBatcher:
             return self._is_running
 
     def _run_jobs(self, loop: asyncio.AbstractEventLoop) -> set[str]:
-        """Run the jobs whose turn it is; returns the model groups that nothing may join."""
-        while self._jobs:
-            job = self._jobs[0]
+        """Run the jobs that are ready, those that hold one model group in order; returns the groups that are held."""
+        waiting: set[str] = set()
+        for job in list(self._jobs):
             try:
                 is_wanted = not job.done.done()
-                if is_wanted and not job.is_ready():
-                    break
+                if is_wanted and (job.holds in waiting or not job.is_ready()):
+                    waiting |= {job.holds} if job.holds is not None else set()
+                    continue
                 resolve = functools.partial(_set, job.done, job.work() if is_wanted else None, None)
             except Exception as error:  # noqa: BLE001 - of whoever asked
                 resolve = functools.partial(_set, job.done, None, error)

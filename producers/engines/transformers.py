@@ -6,6 +6,7 @@ A call ends on the weight version that it began with.
 import asyncio
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,8 +48,10 @@ class TransformersEngine:
         threads = settings.threads or (1 if settings.deterministic else own)
         initialize = functools.partial(torch.set_num_threads, threads)  # OpenMP counts threads per calling thread
         self._lanes = Lanes(self._held, settings)
-        self._loading = asyncio.Lock()
-        """Held while a version is loaded: the tensors of one at a time are in memory."""
+        self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held while a version is loaded, so that the tensors of one at a time are in memory: of full weights one lock
+        for all, of adapters one by model group.
+        """
         self._batcher: Batcher | ContinuousBatcher
         if settings.is_continuous:
             self._batcher = ContinuousBatcher(self._lanes, JoinLimits(settings.max_batch), initialize=initialize)
@@ -100,7 +103,7 @@ class TransformersEngine:
         where = f"weights {path} of {published.model_group} version {published.version}"
         group = published.model_group
         most = LORA_VERSIONS if published.weights_format == "lora" else self._settings.full_copies
-        async with self._loading:
+        async with self._loading[group if published.weights_format == "lora" else ""]:
             tensors = await in_own_thread(read_weights, path, where)
             await self._batcher.between_forwards(
                 lambda: self._take(published, tensors, where),
@@ -110,6 +113,7 @@ class TransformersEngine:
 
     async def unload(self, model_group: str) -> None:
         """Forget a model group whose run is over."""
+        self._loading.pop(model_group, None)
         await self._batcher.between_forwards(
             lambda: self._forget(model_group),
             is_ready=lambda: not self._lanes.versions_of(model_group),

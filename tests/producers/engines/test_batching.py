@@ -153,6 +153,26 @@ class Broken(FakeRows):
 
 
 @pytest.mark.timeout(30)
+def test_work_that_is_not_ready_holds_up_its_own_model_group_alone():
+    async def scenario():
+        ready, done = threading.Event(), []
+        batcher = ContinuousBatcher(Failing(), JoinLimits(2), initialize=lambda: None)
+
+        def work(name, holds, is_ready=lambda: True):
+            return batcher.between_forwards(lambda: done.append(name), is_ready=is_ready, holds=holds)
+
+        held = [asyncio.create_task(work("first", GROUP, ready.is_set)), asyncio.create_task(work("second", GROUP))]
+        await asyncio.sleep(0)
+        await asyncio.gather(work("other", "run-1/other"), work("adapter", None))
+        ready.set()
+        await asyncio.gather(*held)
+        await batcher.close()
+        return done
+
+    assert asyncio.run(scenario()) == ["other", "adapter", "first", "second"]
+
+
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("broken", ["capacity", "join", "step", "requeued", "new_tokens"])
 def test_an_error_between_forwards_fails_calls_and_jobs_and_later_ones_are_served(broken, caplog):
     async def scenario():

@@ -1,7 +1,10 @@
 """Weights of the transformers engine: adapters and full ones, version after version, and files that do not fit."""
 
+import asyncio
 import itertools
 import shutil
+import threading
+from typing import Any
 
 import peft
 import pytest
@@ -269,7 +272,7 @@ def test_the_next_group_on_a_base_model_takes_the_module_of_an_unloaded_one(fold
 def test_a_model_whose_state_is_not_in_the_cache_is_refused(folder, tmp_path, how):
     base = tmp_path / "mamba"
     shutil.copytree(folder, base)
-    sizes = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "initializer_range": 0.3}
+    sizes: dict[str, Any] = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "initializer_range": 0.3}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=102, **sizes))
     model.save_pretrained(base)
@@ -316,7 +319,7 @@ def test_an_adapter_on_the_embeddings_or_the_head_is_generated_with(folder, tmp_
     check_two_adapters(folder, tmp_path, modules)
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match any targeted module")
@@ -324,7 +327,12 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 def test_an_adapter_on_experts_in_one_tensor_is_generated_with(folder, tmp_path, modules):
     base = tmp_path / "experts"
     shutil.copytree(folder, base)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(vocab_size=102, **sizes, **EXPERTS)).save_pretrained(base)
     check_two_adapters(base, tmp_path, modules)
@@ -336,3 +344,21 @@ def test_a_pattern_that_peft_does_not_make_is_refused(folder, tmp_path, key):
     changed = published(folder, weights_format="lora", lora=config | {key: {"(q|q)*_proj": 4}})
     with pytest.raises(ModelError, match=rf"{key} of its adapter has '\(q\|q\)\*_proj', which is not loaded here"):
         run(one_by_one([]), (changed, path))
+
+
+@pytest.mark.timeout(60)
+def test_an_adapter_does_not_wait_for_the_full_weights_of_another_group(folder, tmp_path, versions):
+    _, path, config = adapter(folder, tmp_path, 1)
+
+    async def work(engine):
+        is_loadable, is_over = engine._is_loadable, threading.Event()
+        engine._is_loadable = lambda group, most: (group != GROUP or is_over.is_set()) and is_loadable(group, most)
+        full = asyncio.create_task(engine.load(published(folder, 1), versions(1)))
+        await asyncio.sleep(0)
+        await engine.load(published(folder, 4, OTHER, weights_format="lora", lora=config), path)
+        before = engine.version(GROUP), engine.version(OTHER)
+        is_over.set()
+        await full
+        return before, engine.version(GROUP)
+
+    assert run(work, (published(folder, 0), versions(0))) == ((0, 4), 1)
