@@ -150,9 +150,9 @@ class _Requests:
 class RemoteRollout:
     """A rollout that this process plays; as a context manager it is ended with the block.
 
-    An exception in the block (also SystemExit) fails the rollout and goes on, except TurnsExhausted (also of a
-    TaskGroup's tasks), which ends it as it ends an agent within the producers. A cancelled block leaves the rollout to
-    its timeout.
+    An exception in the block (also SystemExit, unless its code is 0 or None) fails the rollout and goes on, except
+    TurnsExhausted (also of a TaskGroup's tasks), which ends it as it ends an agent within the producers. A cancelled
+    block leaves the rollout to its timeout.
     """
 
     def __init__(self, task: RolloutTask, base_url: str, key: str, retries: Retries | None = None) -> None:
@@ -188,7 +188,7 @@ class RemoteRollout:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         try:
-            if error is None or is_exhaustion(error):
+            if error is None or is_exhaustion(error) or _is_success(error):
                 await self.end()
             elif isinstance(error, Exception | SystemExit):
                 await self._fail(error)
@@ -233,6 +233,10 @@ class RemoteRollout:
             await self.end(conceal(describe(error), f"${{{KEY_VARIABLE}}}", {KEY_VARIABLE: self.key}))
         except RollstreamError as unsent:  # the agent's own error goes on and says more
             logger.warning("rollout=%s cannot be ended: %s", self.task.rollout_id, unsent)
+
+
+def _is_success(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 class GatewayClient:

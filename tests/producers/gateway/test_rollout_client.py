@@ -189,6 +189,20 @@ def test_an_exception_in_the_block_fails_the_rollout_and_goes_on(tmp_path: Path,
     assert "no such table: apples" in last.message
 
 
+@pytest.mark.parametrize("code", [None, 0])
+def test_an_exit_without_an_error_ends_the_rollout(tmp_path: Path, code: int | None) -> None:
+    async def play(rollout: RemoteRollout) -> None:
+        await rollout.chat([{"role": "user", "content": "a"}])
+        await rollout.reward(1.0)
+        raise SystemExit(code)
+
+    async def program(workspace: Path) -> None:
+        with pytest.raises(SystemExit):
+            await playing(play)(workspace)
+
+    assert isinstance(play_outside(tmp_path, program=program).last, RolloutEnded)
+
+
 def test_the_error_of_a_missing_gateway_names_its_address_or_file(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
