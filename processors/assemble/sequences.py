@@ -1,7 +1,7 @@
 """Joins LLM calls of one agent to training sequences by their verified prefixes. No rewards, no I/O."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from rollstream.processors.assemble.state import Call
 from rollstream.schemas import tokens
 from rollstream.schemas.base import validator_of
 from rollstream.schemas.errors import DecodeError
-from rollstream.schemas.events.rollouts import LLMCall, Prefix, StepRecorded, TokenSequence
+from rollstream.schemas.events.rollouts import LLMCall, StepRecorded, TokenSequence
 
 TOKEN_BYTES = 4
-EQUAL_CALLS_SINCE = 3
-"""The revision of groups since which equal calls that were sampled side by side are discarded, or kept, together."""
+ANSWERS_SINCE = 3
+"""The revision of groups since which several answers to one request are discarded, or kept, together."""
 _unpack = pybase64.b64decode
 """Little-endian values of a base64 text; the bytes are not converted, so the machine's byte order does not matter."""
 _token_sequence = validator_of(TokenSequence)
@@ -56,7 +56,7 @@ class _Growing:
         return self.hasher.hexdigest()
 
 
-def dead_branches(steps: Sequence[StepRecorded | Call], revision: int = EQUAL_CALLS_SINCE) -> frozenset[int]:
+def dead_branches(steps: Sequence[StepRecorded | Call], revision: int = ANSWERS_SINCE) -> frozenset[int]:
     """Step indices of the calls that were discarded, given one agent's LLM steps in ascending step index.
 
     Calls whose prompts begin with each other's are one conversation. Of each, the last call is alive, and so is a call
@@ -64,8 +64,8 @@ def dead_branches(steps: Sequence[StepRecorded | Call], revision: int = EQUAL_CA
     nothing: an attempt at a summary that was rejected, an answer that was asked for again. The calls have passed
     `join_calls`.
 
-    `revision`: of the group. Since 3, the last of several calls that were sampled side by side for one prompt (`n`) are
-    all alive, unless a later call goes on from one of them; first calls are not conversations of their own then.
+    `revision`: of the group. Since 3, several last answers to one request (`n`) are all alive, unless a later call goes
+    on from one of them or uses it; first answers are not conversations of their own then.
     """
     calls = {step.step_index: step.llm for step in steps if step.llm is not None}
     parents: dict[int, _Parent | None] = {}
@@ -79,8 +79,8 @@ def dead_branches(steps: Sequence[StepRecorded | Call], revision: int = EQUAL_CA
         if parent is not None:
             held[index] = parent.step_index if parent.has_completion else held[parent.step_index]
     alive = set({root: index for index, root in roots.items()}.values())
-    if revision >= EQUAL_CALLS_SINCE:
-        alive = _with_equal_calls(alive, calls, roots, parents)
+    if revision >= ANSWERS_SINCE:
+        alive = _with_answers(alive, calls, parents.values())
     for index in reversed(calls):
         if index in alive:
             before = held[index]
@@ -88,31 +88,21 @@ def dead_branches(steps: Sequence[StepRecorded | Call], revision: int = EQUAL_CA
     return frozenset(calls) - alive
 
 
-def _with_equal_calls(
-    last: AbstractSet[int],
-    calls: Mapping[int, LLMCall],
-    roots: Mapping[int, int],
-    parents: Mapping[int, "_Parent | None"],
+def _with_answers(
+    last: AbstractSet[int], calls: Mapping[int, LLMCall], parents: Iterable["_Parent | None"]
 ) -> set[int]:
-    """The `last` calls with those sampled beside them, without those beside which another conversation went on.
-
-    Calls that were sampled side by side are recorded with equal prefixes and equal new ids. One that is sent again once
-    the first is answered has all of that one's prompt as its prefix.
+    """The `last` calls with the other answers to their requests, unless a later call follows one of these: then those
+    that a later call uses.
     """
-    followed = {parent.step_index for parent in parents.values() if parent is not None}
-    followed.update(*(call.uses for call in calls.values()))
-    beside: dict[tuple[Prefix | None, str], set[int]] = {}
-    keys = {index: (call.prefix, call.prompt_ids) for index, call in calls.items()}
-    for index, key in keys.items():
-        beside.setdefault(key, set()).add(index)
+    used = {index for call in calls.values() for index in call.uses}
+    followed = used | {parent.step_index for parent in parents if parent is not None}
+    answers: dict[int, set[int]] = {}
+    for index, call in calls.items():
+        answers.setdefault(index if call.request is None else call.request, set()).add(index)
     found: set[int] = set()
-    for index in last:
-        equal = beside[keys[index]]
-        taken = equal & followed
-        if not taken:
-            found |= equal
-        elif index in taken or all(roots[one] == roots[index] for one in taken):
-            found.add(index)
+    for request in answers.values():
+        if request & last:
+            found |= request & used if request & followed else request
     return found
 
 

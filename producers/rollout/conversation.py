@@ -35,6 +35,8 @@ class Prompt(NamedTuple):
     """Steps of earlier calls whose answers the new part of the text holds."""
     history: str = ""
     """Digest of the messages and tools that it is made of, for a renderer to go on from; empty: none does."""
+    request: int | None = None
+    """`LLMCall.request` of its answers."""
 
     @property
     def new_ids(self) -> "array[int]":
@@ -296,4 +298,6 @@ def recorded_call(prompt: Prompt, generation: Generation) -> LLMCall:
         fields["kept_ids"] = tokens.encode_kept(generation.kept)
     if prompt.uses:
         fields["uses"] = prompt.uses
+    if prompt.request is not None:
+        fields["request"] = prompt.request
     return _llm_call(fields)

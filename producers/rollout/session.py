@@ -142,7 +142,7 @@ class Session:
         self._journal.share_input(sent, prompt.prefix)
         seeds = self._take_turn(agent, num)  # a call that leaves no step takes no seed: it is not in the log either
         step_indices = [self._journal.open_step() for _ in seeds]
-        began_ms = self._journal.clock()
+        began_ms, prompt = self._journal.clock(), prompt._replace(request=step_indices[0] if num > 1 else None)
         try:
             generations = await self._answers(prompt, sent, agent, seeds, asked)
         except PromptRefusedError as error:

@@ -128,8 +128,8 @@ class GroupStarted(GroupEvent):
     owner: str = ""
     revision: Literal[1, 2, 3] = added(1)
     """Rules by which the group is assembled; a recorded group keeps its own. Since 2, trajectories name the finish
-    reasons of their completions, and outcomes the stop reasons of their attempts. Since 3, equal calls that were
-    sampled side by side are dead branches unless a later call goes on from them, or all of them are alive.
+    reasons of their completions, and outcomes the stop reasons of their attempts. Since 3, several answers to
+    one request are dead branches together, but for those that a later call goes on from or uses; or all are alive.
     """
     opponents: dict[str, str] = added({})
     """Players by seat, for the seats (agents) that are not in `agents` and are not trained."""
@@ -215,6 +215,8 @@ class LLMCall(_Value):
     """The token ids that top_p and top_k left for each completion token (`tokens.encode_kept`), where recorded."""
     uses: tuple[NonNegativeInt, ...] = added(())
     """Earlier calls of the agent, by step, whose answers this prompt holds as text and not by their ids."""
+    request: NonNegativeInt | None = added(None)
+    """Step of the first answer to the request, of which this is one of several (`n`); none: it is the only one."""
 
 
 class FunctionAncestry(_Value):

@@ -235,6 +235,7 @@ CALLS = st.builds(
     finish_reason=TEXTS,
     kept_ids=st.none() | TEXTS,
     uses=st.lists(SIZES, max_size=2).map(tuple),
+    request=st.none() | SIZES,
 )
 STEPS = st.builds(
     StepRecorded,

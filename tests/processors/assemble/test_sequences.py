@@ -15,7 +15,7 @@ from rollstream.schemas.events.rollouts import LLMCall, Prefix, VersionSpan
 from rollstream.schemas.tokens import KeptIds, decode_floats, decode_ids, encode_floats, encode_ids, encode_kept
 
 
-def call(index, prompt, completion, *, prefix=None, logprobs=True, spans=(), uses=()):
+def call(index, prompt, completion, *, prefix=None, logprobs=True, spans=(), uses=(), request=None):
     llm = LLMCall(
         prefix=prefix,
         prompt_ids=encode_ids(prompt),
@@ -23,6 +23,7 @@ def call(index, prompt, completion, *, prefix=None, logprobs=True, spans=(), use
         logprobs=encode_floats([-float(token) for token in completion]) if logprobs else None,
         spans=spans,
         uses=uses,
+        request=request,
     )
     base = {"run_id": "run", "time_ms": 0, "group_id": "g", "rollout_id": "g/m0/a0"}
     return StepRecorded(**base, step_index=index, agent="agent", event_type="LLM_END", uuid=f"{index}", llm=llm)
@@ -112,8 +113,8 @@ def test_of_each_conversation_the_last_call_lives_and_those_whose_text_is_used()
     assert dead_branches([call(0, [1, 5], [2]), call(1, [], [8], prefix=prefix(0, [1, 5]))]) == {0}
 
 
-def test_calls_sampled_side_by_side_live_together_unless_one_of_them_is_continued():
-    first = [call(index, [1], [index]) for index in (2, 3, 4)]
+def test_answers_to_one_request_live_together_unless_one_of_them_is_followed():
+    first = [call(index, [1], [index], request=2) for index in (2, 3, 4)]
     after = call(5, [6], [7], prefix=prefix(2, [1, 2]))
     assert dead_branches(first) == dead_branches(first, revision=2) == dead_branches([*first, after], 2) == frozenset()
     assert dead_branches([*first, after]) == {3, 4}
@@ -122,12 +123,20 @@ def test_calls_sampled_side_by_side_live_together_unless_one_of_them_is_continue
     assert dead_branches([*first, after, other]) == {4}
     again = call(5, [], [7], prefix=prefix(4, [1]))
     assert dead_branches([*first, again]) == {2, 3, 4}
-    second = [call(index, [6], [index], prefix=prefix(2, [1, 2])) for index in (5, 6)]
+    second = [call(index, [6], [index], prefix=prefix(2, [1, 2]), request=5) for index in (5, 6, 7)]
     assert dead_branches([*first[:1], *second]) == frozenset()
-    assert dead_branches([*first[:1], *second], revision=2) == {5}
-    third = call(7, [8], [9], prefix=prefix(5, [1, 2, 6, 5]))
-    assert dead_branches([*first[:1], *second, third]) == {6}
-    assert dead_branches([*first[:1], *second, call(7, [8], [9], uses=(6,))]) == {5}
+    assert dead_branches([*first[:1], *second], revision=2) == {5, 6}
+    third = call(8, [8], [9], prefix=prefix(5, [1, 2, 6, 5]))
+    assert dead_branches([*first[:1], *second, third]) == {6, 7}
+    for used in (5, 6, 7):
+        assert dead_branches([*first[:1], *second, call(8, [8], [9], uses=(used,))]) == {5, 6, 7} - {used}
+
+
+def test_equal_requests_are_conversations_of_their_own():
+    first = [call(index, [1], [index]) for index in (0, 1, 2)]
+    after = call(3, [6], [7], prefix=prefix(0, [1, 0]))
+    again = call(4, [1], [8])
+    assert dead_branches([*first, after, again]) == frozenset()
 
 
 def test_prompts_with_a_common_beginning_are_looked_at_a_few_times_each_however_many_name_the_one_before():

@@ -101,6 +101,17 @@ def test_a_branch_goes_on_from_the_call_that_it_branched_from(play):
     assert [call.prefix and call.prefix.step_index for call in calls] == [None, 0, 0]
 
 
+def test_several_answers_to_one_request_name_the_first_of_them(play):
+    @register_environment("test_asks_for_several")
+    async def asks_for_several(session):
+        await session.sample([user("1")], 1)
+        await session.sample([user("1")], 2)
+        await session.sample([user("1")], 2)
+
+    steps = play(task_of("test_asks_for_several")).steps
+    assert [step.llm.request for step in steps] == [None, 1, 1, 3, 3]
+
+
 def test_a_prompt_names_the_answers_that_it_has_as_text(play):
     @register_environment("test_compacts")
     async def compacts(session):
