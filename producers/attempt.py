@@ -17,7 +17,7 @@ from rollstream.producers.rollout.continuing import RecordedAttempt, rewards_aft
 from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.gateway_interface import Gateway
 from rollstream.producers.rollout.journal import Acknowledged, Emit, Journal
-from rollstream.producers.rollout.reply import MAX_TURNS, Failure, is_exhaustion, plain
+from rollstream.producers.rollout.reply import MAX_TURNS, Failure, is_exhaustion, is_only, plain
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
@@ -241,7 +241,7 @@ class _AttemptRunner:
             return self._left_open() if self._journal.num_open else None
         if isinstance(error, rewards.RewardError):
             return Failure("reward_error", message_of(error), error)
-        if isinstance(error, PromptRefusedError):
+        if is_only(error, PromptRefusedError):
             return Failure("engine_error", describe(error), error)
         text = _with_location(error) if isinstance(error, RollstreamError) else describe(error)
         return Failure("environment_error", f"{self._doing}: {text}", error)

@@ -43,9 +43,14 @@ class TurnsExhausted(EnvironmentRunError):
 
 def is_exhaustion(error: BaseException | None) -> bool:
     """Whether an exception is TurnsExhausted, or a group of tasks has raised nothing else."""
+    return is_only(error, TurnsExhausted)
+
+
+def is_only(error: BaseException | None, kind: type[Exception]) -> bool:
+    """Whether an exception is of a kind, or a group of tasks has raised nothing else."""
     if isinstance(error, ExceptionGroup):
-        return error.split(TurnsExhausted)[1] is None
-    return isinstance(error, TurnsExhausted)
+        return error.split(kind)[1] is None
+    return isinstance(error, kind)
 
 
 class AnswerParts(NamedTuple):

@@ -179,3 +179,14 @@ def test_a_prompt_that_is_too_long_fails_the_attempt_unless_it_is_caught(play, t
         assert [step.name for step in played.steps] == ["refused_call", GROUP]
     else:
         assert played.last.cause == "engine_error"
+
+
+def test_a_prompt_that_is_too_long_in_a_group_of_tasks_is_an_engine_error(play, tmp_path):
+    @register_environment("test_asks_too_much_in_tasks")
+    async def asks(session):
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(session.chat([{"role": "user", "content": "x" * 500}]))
+
+    engine = asyncio.run(scripted(tmp_path, max_length=100))
+    settings = {"sampling": {"max_new_tokens": 5}}
+    assert play(task_of("test_asks_too_much_in_tasks", **settings), engine=engine).last.cause == "engine_error"
