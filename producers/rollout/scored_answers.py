@@ -68,9 +68,9 @@ def _messages_of(step: StepRecorded) -> tuple[Message, ...] | None:
         return None
     asked, sent = (step.metadata or {}).get("gateway"), data.get("input") or []
     sent = sent if isinstance(sent, list) else [{"role": "user", "content": sent}]
-    output, stop = data.get("output"), asked.get("stop", ()) if isinstance(asked, dict) else ()
-    if isinstance(output, str):
-        output = output[: first_stop(output, stop)]
+    output, stop = data.get("output"), asked.get("stop") if isinstance(asked, dict) else ()
+    if isinstance(output, str) and isinstance(stop, list):  # what other tools recorded may be anything
+        output = output[: first_stop(output, [text for text in stop if isinstance(text, str)])]
     return (*sent, {"role": "assistant", "content": output})
 
 

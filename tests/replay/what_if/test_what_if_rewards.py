@@ -43,12 +43,13 @@ async def plays_a_candidate(session: Session) -> None:
     await session.score(replies, [float(reply.text == "plays") for reply in replies], selected=0)
 
 
-def call(output: str, *, tokens: bool = False, chat: bool = True) -> RecordedStep:
+def call(output: str, *, tokens: bool = False, chat: bool = True, **metadata: Any) -> RecordedStep:
     """A recorded LLM call; it may tell neither tokens nor messages."""
     messages: tuple[dict[str, Any], ...] = ({"role": "user", "content": "?"},)
     data: dict[str, Any] = {"input": list(messages), "output": output}
     return RecordedStep(
         data=data,
+        metadata=metadata or None,
         tokens=RecordedTokens.of([5], [6], [-0.5]) if tokens else None,
         chat=RecordedChat(messages=messages, answer={"role": "assistant", "content": output}) if chat else None,
         untrained=None if tokens else "not_targeted",
@@ -75,6 +76,8 @@ TASKS = {
     ),
     "a call that is not trained on": recorded(call("other", tokens=True), call("plays")),
     "a call whose messages are not known": recorded(call("other", tokens=True), call("plays", chat=False)),
+    "a call with another tool's metadata": recorded(call("plays", tokens=True, gateway={"stop": None})),
+    "a call with stop texts that are none": recorded(call("plays", tokens=True, gateway={"stop": [5]})),
 }
 
 
