@@ -89,6 +89,8 @@ class RolloutSettings(Settings):
     """Renderer for tool calls: `auto` (one that writes as the model's chat template does), `none`, or a family."""
     frozen_agents: tuple[str, ...] = added(())
     """Agents whose model groups are not trained; they need no reward."""
+    algorithm_weights: tuple[dict[str, FiniteFloat], ...] = added(())
+    """Reward weights of each algorithm that has its own: a reward that counts in one of them is a score."""
 
 
 class CurriculumSettings(Settings):

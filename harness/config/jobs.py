@@ -130,6 +130,7 @@ def rollout_settings(config: RunConfig, run_id: str) -> RolloutSettings:
         drop_dead_branches=rewards.drops_dead_branches(config),
         renderer=builder.renderer,
         frozen_agents=rewards.frozen_agents_of(config),
+        algorithm_weights=rewards.algorithm_weights_of(config),
     )
 
 

@@ -6,7 +6,7 @@ packages' types are allowed in the file, but cannot be used as rewards here.
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from pydantic import JsonValue, ValidationError
 
@@ -80,6 +80,13 @@ def algorithm_of(config: RunConfig) -> AlgorithmSettings:
         return found
     own: Any = found
     return found.model_copy(update={"reward_weights": {**weights, **own.reward_weights}})
+
+
+def algorithm_weights_of(config: RunConfig) -> tuple[dict[str, float], ...]:
+    """Reward weights of the trained algorithms that differ from the builder's."""
+    found = [algorithm_of(one) for one in config.trained().values()]
+    weights = [dict[str, float](one.reward_weights) for one in cast(Any, found) if one.needs.named_rewards]
+    return tuple(one for one in weights if one != weights_of(config))
 
 
 def missing_score_of(config: RunConfig) -> Any:

@@ -271,7 +271,8 @@ def weighted_as_recorded(spec: JobSpec, recorded: JobStarted | None) -> JobSpec:
     if recorded is None:
         return spec
     sizes = recorded.plan.has_recorded_sizes
-    kept = {name: getattr(recorded.rollout, name) for name in ("reward_weights", "frozen_agents")}
+    names = ("reward_weights", "algorithm_weights", "frozen_agents")
+    kept = {name: getattr(recorded.rollout, name) for name in names}
     return spec._replace(
         rollout=spec.rollout.model_copy(update=kept),
         plan=spec.plan.model_copy(update={"has_recorded_sizes": sizes}),

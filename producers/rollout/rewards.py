@@ -103,7 +103,8 @@ def unscored(
     They are those that spoke, or all of the task's if nobody did, without `opponents` and frozen agents.
     """
     spoke = {step.agent for step in steps if step.llm is not None} or set(settings.agents)
-    counted = {reward.agent for reward in rewards if reward.weight_in(settings.reward_weights)}
+    weights = (settings.reward_weights, *settings.algorithm_weights)
+    counted = {reward.agent for reward in rewards if any(map(reward.weight_in, weights))}
     return [] if None in counted else sorted(spoke.difference(opponents, settings.frozen_agents, counted))
 
 

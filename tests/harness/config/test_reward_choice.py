@@ -201,6 +201,7 @@ def test_an_algorithm_that_adds_rewards_up_by_itself_weighs_them_as_the_run_does
     algorithm = jobs_of(found, "run-1")[-1].job.algorithm
     assert isinstance(algorithm, GdpoSettings)
     assert algorithm.reward_weights == weights
+    assert rollout(found).algorithm_weights == ((weights,) if own else ())
 
 
 def test_recorded_rollouts_keep_the_rewards_that_they_came_with(config):

@@ -136,5 +136,7 @@ def test_a_reward_of_weight_0_does_not_score_an_agent(play):
     play(task_of("test_rewards_both", **settings)).assert_complete()
     failed = play(task_of("test_rewards_both", **settings, reward_weights=weights)).last
     assert "agents without a reward: bob (one of weight 0 does not count)" in failed.message
+    own = ({"*": 0.0, "reward": 1.0},)
+    play(task_of("test_rewards_both", **settings, reward_weights=weights, algorithm_weights=own)).assert_complete()
     rejected = play(task_of("test_rewards_both", **settings, reward_weights=weights, missing_score="reject")).last
     assert list(rejected.missing_scores) == ["reward"]
