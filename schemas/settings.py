@@ -86,7 +86,7 @@ class RolloutSettings(Settings):
     drop_dead_branches: bool = added(False)
     """Leave out answers that no later prompt of their agent goes on from, unless they are its last one."""
     renderer: str = added("auto", min_length=1)
-    """Renderer for tool calls: `auto` (one that writes as the model's chat template does), `none`, or a family."""
+    """Renderer for calls with tools: `auto` (as the model's chat template writes), `none`, or a family's name."""
     frozen_agents: tuple[str, ...] = added(())
     """Agents whose model groups are not trained; they need no reward."""
     algorithm_weights: tuple[dict[str, FiniteFloat], ...] = added(())

@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import os
+import re
 import secrets
 import sys
 import time
@@ -91,11 +92,13 @@ class Workspace:
             os.close(lock)
 
     def artifact_uri(self) -> str:
-        """The artifact URI of this workspace's runs: the given one, that of the last run as written, or its own."""
+        """The artifact URI of this workspace's runs: the given one, that of the last run, or its own."""
         known = self._remembered()
         remembered = known.get("artifact_uri")
         if "has_artifact_uri" not in known and isinstance(remembered, str) and self._is_own_elsewhere(remembered):
             remembered = None
+        if path := known.get("artifact_path"):
+            remembered = os.path.normpath(self.folder.absolute() / path)
         return str(os.environ.get(ARTIFACT_URI) or remembered or self.folder / ARTIFACTS)
 
     def _is_own_elsewhere(self, uri: str) -> bool:
@@ -115,16 +118,23 @@ class Workspace:
     ) -> None:
         """Save the connection settings of this workspace's log for later commands.
 
-        `artifact_uri` is None for the workspace's own artifacts, which a copy of the folder has for itself; a relative
-        path is saved as an absolute one, because later commands may have another working directory.
+        `artifact_uri` is None for the workspace's own artifacts, which a copy of the folder has for itself. A relative
+        path is saved as an absolute one, because later commands may have another working directory, or as one from the
+        workspace if the store is in it or beside it: both may be moved together.
         Secrets of the `kafka:` block are saved only as references to variables or files.
         """
-        has_uri = artifact_uri is not None
-        if artifact_uri and "://" not in artifact_uri and "$" not in artifact_uri:
-            artifact_uri = str(Path(artifact_uri).absolute())
-        block = storable(block or {})
+        is_relative = (
+            artifact_uri and not artifact_uri.startswith(("/", "~")) and not re.search(r"://|\$", artifact_uri)
+        )
+        store, folder, path = Path(artifact_uri or "").absolute(), self.folder.absolute(), None
+        if is_relative and store.is_relative_to(folder.parent):
+            path = os.path.relpath(store, folder)
         self._remember(
-            bootstrap_servers=bootstrap_servers, kafka=block, artifact_uri=artifact_uri, has_artifact_uri=has_uri
+            bootstrap_servers=bootstrap_servers,
+            kafka=storable(block or {}),
+            artifact_uri=str(store) if is_relative else artifact_uri,
+            has_artifact_uri=artifact_uri is not None,
+            artifact_path=path,
         )
 
     def own_names(self, bootstrap_servers: str) -> dict[str, str]:

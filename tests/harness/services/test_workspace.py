@@ -125,7 +125,7 @@ def test_commands_that_begin_at_the_same_moment_share_one_broker(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://bucket/artifacts", "memory://artifacts", "${STORES}/artifacts", "/unmounted/artifacts"]
+    "uri", ["s3://bucket/artifacts", "memory://artifacts", "${STORES}/artifacts", "/unmounted/artifacts", "~/artifacts"]
 )
 def test_a_configured_store_is_the_workspaces_whatever_its_name(uri: str, tmp_path: Path) -> None:
     (tmp_path / "artifacts").mkdir()  # of an earlier run without a configured store
@@ -142,6 +142,17 @@ def test_a_relative_store_is_found_from_every_working_directory(
         if name == "first":
             Workspace(tmp_path).remember_broker("embedded", artifact_uri="store")
     assert Workspace(tmp_path).artifact_uri() == str(tmp_path / "first" / "store")
+
+
+def test_a_relative_store_beside_the_workspace_is_found_after_both_were_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "project" / "workspace").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project")
+    Workspace(Path("workspace")).remember_broker("embedded", artifact_uri="stores/one")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "project").rename(tmp_path / "moved")
+    assert Workspace(tmp_path / "moved" / "workspace").artifact_uri() == str(tmp_path / "moved" / "stores" / "one")
 
 
 def test_gc_refuses_a_configured_store_that_does_not_exist(tmp_path: Path) -> None:
