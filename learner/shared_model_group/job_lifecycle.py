@@ -222,9 +222,11 @@ class ModelGroupState:
     def next_base_version(self) -> int:
         """The version that a job submitted now begins with: what the jobs before it in the queue will yield.
 
-        A job whose base version none of them yields will fail, because a job before it did, and yields nothing.
+        A job whose base version none of them yields will fail, because a job before it did, and yields nothing. `jobs`
+        may be read ahead of `weights`, so a version that a job reports counts as published.
         """
-        reached = max(0, self.newest_version)
+        reported = (max(job.version, job.final_version or 0) for job in self.jobs.values())
+        reached = max(0, self.newest_version, *reported)
         for job in self.queue:
             if (one := job.submitted) is not None and (one.base_version == reached or job.version > one.base_version):
                 reached = max(reached, one.base_version + one.settings.num_versions)

@@ -206,6 +206,15 @@ def test_jobs_queue_in_the_order_of_their_submission_and_build_on_each_other() -
     assert ([job.job_id for job in state.queue], state.next_base_version) == ([job_id(2)], 0)
 
 
+@pytest.mark.parametrize(
+    "reported", [JobSucceeded(**common(1), final_version=2), JobProgressed(**common(1), version=2, percent=100.0)]
+)
+def test_a_version_that_a_job_reports_counts_before_its_weights_are_read(reported: Event) -> None:
+    jobs: list[Event] = [submitted(1), submitted(2, base=2), reported]
+    assert folded(jobs, [published(0)]).next_base_version == 4
+    assert folded([*jobs, JobCancelled(**common(1)), JobCancelled(**common(2))]).next_base_version == 2
+
+
 def test_a_switch_counts_from_its_first_record() -> None:
     switches: list[Event] = [ModelSwitched(**common(n), version=n) for n in (1, 2, 1)]
     state = folded(switches)
