@@ -29,7 +29,7 @@ from rollstream.producers.takeover import PRODUCER_LOST
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ArtifactError, RollstreamError, StoreUnavailableError
-from rollstream.schemas.events import GroupClosed, RunEnded, VersionJudged, WeightsPublished
+from rollstream.schemas.events import EpochSealed, GroupClosed, RunEnded, VersionJudged, WeightsPublished
 from rollstream.schemas.settings import OTHERS, JobSpec
 from rollstream.schemas.variables import MAX_JOB_ERROR, expand, one_line, recordable
 
@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
     output_dir: Path | None = None
     """Folder of the final model; None if there is none."""
     num_epochs: int = 0
-    """Sealed epochs with a mean reward: not the empty one that ends a run before its last."""
+    """Sealed epochs, apart from the empty one that ends a run early."""
     first_reward: float | None = None
     last_reward: float | None = None
     seconds: float = 0.0
@@ -140,7 +140,7 @@ async def end(
         cause = "completed" if state == "completed" else "failed"
         text = recordable(message, MAX_JOB_ERROR)
         await log.send(RunEnded(run_id=progress.run_id, time_ms=time_ms, cause=cause, message=text))
-    num_epochs, means = len(progress.job(run.jobs[-1].job_id).rewards), _means(progress, run)
+    num_epochs, means = _num_epochs(progress.job(run.jobs[-1].job_id).sealed), _means(progress, run)
     first, last, _ = next(iter(means.values()), (None, None, 0))
     outcome = Outcome(progress.run_id, state, progress.version, message, exported, num_epochs, first, last)
     return outcome._replace(rewards=_rewards(means, num_epochs))
@@ -341,6 +341,13 @@ def _export(artifacts: ArtifactStore, weights: WeightsPublished, output_dir: Pat
     if groups:
         list_groups(output_dir.parent, groups)
     export_model(weights, artifacts.fetch(weights.artifact), output_dir)
+
+
+def _num_epochs(sealed: EpochSealed | None) -> int:
+    if sealed is None:
+        return 0
+    is_empty_end = sealed.is_last and not sealed.num_groups
+    return sealed.epoch + (0 if is_empty_end else 1)
 
 
 def _means(progress: Progress, run: RunPlan) -> dict[str, tuple[float, float, int]]:

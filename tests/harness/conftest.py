@@ -114,15 +114,17 @@ def published(version: int, job_id: str, run_id: str = RUN) -> WeightsPublished:
     )
 
 
-def sealed(job_id: str, epoch: int, *, is_last: bool, reward: float | None = 0.5, run_id: str = RUN) -> EpochSealed:
+def sealed(
+    job_id: str, epoch: int, *, is_last: bool, reward: float | None = 0.5, num_groups: int = 4, run_id: str = RUN
+) -> EpochSealed:
     return EpochSealed(
         run_id=run_id,
         time_ms=3000 + epoch,
         job_id=job_id,
         epoch=epoch,
         is_last=is_last,
-        num_groups=4,
-        num_trained_groups=4,
+        num_groups=num_groups,
+        num_trained_groups=num_groups,
         num_batches=1,
         next_batch_index=epoch + 1,
         avg_reward=reward,

@@ -83,23 +83,28 @@ def test_a_run_of_several_model_groups_lists_the_folders_of_its_models(
     assert sorted(path.name for path in output.iterdir()) == ["earlier", "earlier-2"]
 
 
-def test_the_empty_epoch_that_ends_a_run_early_is_not_counted(
-    written: dict[str, Any], script: SimpleNamespace, tmp_path: Path
+@pytest.mark.parametrize(("num_last", "num_epochs"), [(0, 3), (4, 4)], ids=["empty", "failed"])
+def test_only_the_empty_epoch_that_ends_a_run_early_is_not_counted(
+    written: dict[str, Any], script: SimpleNamespace, tmp_path: Path, num_last: int, num_epochs: int
 ) -> None:
+    """An epoch whose rollouts have all failed has no mean reward, but it was rolled out."""
     config = config_file.resolve(written).config
     jobs = jobs_of(config, script.run)
     progress = evolve(Progress(script.run), script.run_started())
     for event in lacking(progress, script.run_started(), jobs):
         progress = evolve(progress, event)
     job_id = jobs[-1].job_id
-    for epoch, reward in enumerate([0.25, 0.75, None]):
-        progress = evolve(progress, script.sealed(job_id, epoch, is_last=reward is None, reward=reward))
+    for epoch, reward in enumerate([0.25, None, 0.75, None]):
+        is_last = epoch == 3
+        num_groups = num_last if is_last else 4
+        event = script.sealed(job_id, epoch, is_last=is_last, reward=reward, num_groups=num_groups)
+        progress = evolve(progress, event)
     progress = evolve(progress, RunEnded(run_id=script.run, time_ms=9000, cause="stopped"))
     run = RunPlan(script.run_started(), jobs, is_new=True)
     outcome = asyncio.run(end(MemoryLog(), ArtifactStore(str(tmp_path / "artifacts")), progress, run, config))
     assert (outcome.num_epochs, outcome.rewards) == (
-        2,
-        "reward 0.250 -> 0.750 (mean of the first and last of 2 epochs)",
+        num_epochs,
+        f"reward 0.250 -> 0.750 (mean of the first and last of {num_epochs} epochs)",
     )
 
 
