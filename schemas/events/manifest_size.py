@@ -25,7 +25,7 @@ def most_members(job_id: str, agents: Iterable[str], *, epoch: int, index: int, 
     group = ids.group_id(ids.run_of(job_id), ids.name_of(job_id), epoch, index)
     rollout = ids.rollout_id(group, member, ATTEMPT)
     largest = BatchMember(
-        trajectory_id=ids.trajectory_id(rollout, max(agents, key=len, default="agent")),
+        trajectory_id=ids.trajectory_id(rollout, max(agents, key=_num_bytes, default="agent")),
         rollout_id=rollout,
         group_id=group,
         digest="0" * 64,
@@ -33,5 +33,9 @@ def most_members(job_id: str, agents: Iterable[str], *, epoch: int, index: int, 
         staleness=max_staleness,
     )
     locator = Locator(partition=10**3, offset=10**10)
-    member_bytes = len(largest.model_dump_json()) + len(locator.model_dump_json()) + len(",,")
+    member_bytes = _num_bytes(largest.model_dump_json()) + _num_bytes(locator.model_dump_json()) + len(",,")
     return (TOPICS["batches"].max_record_bytes - OTHER_BYTES) // member_bytes
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode())

@@ -19,6 +19,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.base import Locator
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned
+from rollstream.schemas.events.manifest_size import most_members
 from rollstream.schemas.events.training import (
     AttemptOutcome,
     BatchMember,
@@ -82,6 +83,14 @@ def test_the_largest_batch_that_is_taken_has_a_manifest_that_a_record_holds(
     assert at_least < most < 4000
     encoded = codec.encode(manifest(job, most, f"rl{behind}"))
     check_record_size("batches", encoded.key, encoded.value, encoded.headers)
+
+
+def test_names_count_as_the_bytes_that_they_have_in_a_record() -> None:
+    most = [
+        most_members("r/rl", agents, epoch=1, index=1, member=1, max_staleness=0)
+        for agents in (["ü" * 40], ["ü" * 40, "a" * 60], ["a" * 80])
+    ]
+    assert len(set(most)) == 1
 
 
 def test_a_batch_that_no_manifest_has_room_for_is_refused_by_number(written: dict[str, Any]) -> None:
