@@ -92,7 +92,7 @@ def rl_examples(
 ) -> list[RecordedGroup]:
     """The groups of all agents.
 
-    Raises ConfigError as `sft_examples`, and for steps without log-probabilities and rollouts without a reward.
+    Raises ConfigError as `sft_examples`, and for steps without log-probabilities.
     """
     _check_names(agents, groups_per_agent)
     found: list[RecordedGroup] = []
@@ -102,10 +102,20 @@ def rl_examples(
             members = [rollout for rollout in rollouts if rollout is not None]
             for rollout in members:
                 _check_logprobs(rollout, f"agent {name}, group {number}")
-                _check_reward(rollout, f"agent {name}, group {number}")
             if members:
                 found.append(RecordedGroup.of(f"{name}/{number}", members))
     return found
+
+
+def check_rewards(groups: Sequence[RecordedGroup]) -> None:
+    """Raises ConfigError for a rollout of an RL job without a reward."""
+    for group in groups:
+        rollouts = (member.rollout for member in group.members if member.rollout is not None)
+        if any(all(reward.is_score for reward in rollout.rewards) for rollout in rollouts):
+            raise ConfigError(
+                f"example {group.example_id}: a rollout has no reward of the agent, which RL compares; add one, or "
+                f"leave it out"
+            )
 
 
 def needs_tokens(groups: Sequence[RecordedGroup]) -> bool:
@@ -193,11 +203,6 @@ def _check_logprobs(rollout: RecordedRollout, where: str) -> None:
             raise ConfigError(
                 f"{where}: a step has no tokens with log-probabilities; RL needs them, SFT and DPO train without"
             )
-
-
-def _check_reward(rollout: RecordedRollout, where: str) -> None:
-    if all(reward.is_score for reward in rollout.rewards):
-        raise ConfigError(f"{where}: a rollout has no reward of the agent, which RL compares; add one, or leave it out")
 
 
 def _last_trained(calls: Mapping[int, RecordedStep]) -> int | None:

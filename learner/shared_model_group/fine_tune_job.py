@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rollstream.eventlog import codec
+from rollstream.learner.shared_model_group import examples
 from rollstream.learner.shared_model_group.job_lifecycle import FineTuneJob
 from rollstream.learner.shared_model_group.parameters import FineTuneOptions
 from rollstream.schemas import ids
@@ -25,7 +26,7 @@ from rollstream.schemas.events import (
     TaskCancelled,
     TaskRequested,
 )
-from rollstream.schemas.events.manifest_size import most_members
+from rollstream.schemas.events.manifest_size import ATTEMPT, most_members
 from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedGroup
 from rollstream.schemas.events.training import SubmittedGroup
 from rollstream.schemas.events.weights import FineTune
@@ -33,8 +34,6 @@ from rollstream.schemas.settings import MAX_TIMEOUT_S, CurriculumSettings, JobSe
 
 MAX_GROUP = 512
 """Rollouts of one group, so that its record stays far below the limit."""
-MAX_ATTEMPT = 9999
-"""The largest number of an attempt that an id can have."""
 
 
 def data_sha256(groups: Sequence[RecordedGroup]) -> str:
@@ -177,18 +176,24 @@ def check_groups(groups: Sequence[RecordedGroup]) -> None:
             )
 
 
-def check_batches(
+def check_new(
     groups: Sequence[RecordedGroup],
     model_group: str,
     agents: Iterable[str],
     settings: JobSettings,
     options: FineTuneOptions,
 ) -> None:
-    """Raises ConfigError for a batch of more rollouts than its manifest can name, and for one that will be stale."""
+    """Raises ConfigError for a batch of more rollouts than its manifest can name, for one that will be stale, and for
+    rollouts of RL without a reward.
+
+    For a job that the log lacks: one that it has, from an earlier release, is not refused when it is created again.
+    """
+    if settings.algorithm.needs.behaviour:
+        examples.check_rewards(groups)
     size, last_batch = options.batch_size, settings.num_versions - 1
     largest = max(sum(len(one.members) for one in groups[n : n + size]) for n in range(0, len(groups), size))
     most = most_members(
-        ids.fine_tune_job_id(model_group, settings.kind, "0" * 64, MAX_ATTEMPT),
+        ids.fine_tune_job_id(model_group, settings.kind, "0" * 64, ATTEMPT),
         agents,
         epoch=last_batch,
         index=size,

@@ -135,9 +135,10 @@ class JobQueue:
             await self._send_once(fine_tune_job.due_submissions(job))
         return await self._view.refresh()
 
-    async def submit(self, job_id: str, settings: JobSettings, fine_tune: FineTune) -> str:
+    async def submit(self, job_id: str, settings: JobSettings, fine_tune: FineTune, check: Callable[[], None]) -> str:
         """Submit a job unless the log has it, behind those that are open; then start it. Raises JobStateError.
 
+        `check` raises the error of a job that is refused; it is called only if the log lacks the job.
         Returns its id: that of a further attempt if the job was skipped when more examples were asked for.
         """
         async with self._changing:
@@ -145,6 +146,8 @@ class JobQueue:
             if isinstance(state.job(job_id).outcome, JobSkipped):
                 fine_tune = fine_tune.model_copy(update={"attempt": fine_tune.attempt + 1})
                 job_id = fine_tune_job.job_id_of(self._model_group, settings, fine_tune)
+            if state.job(job_id).status == "not_found":
+                check()
             await self._submit(job_id, settings, fine_tune)
         await self.advance()
         return job_id

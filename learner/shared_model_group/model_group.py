@@ -8,6 +8,7 @@ knows is a fold of the log, so another process that opens the group goes on with
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Self
 
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -341,9 +342,6 @@ class SharedModelGroup:
         self._queue.check_run()
         num_batches = fine_tune_job.num_batches(len(groups), self.options.batch_size, self.num_epochs)
         settings = parameters.job_settings(self.params, self.options, kind, num_batches)
-        is_skipped = len(groups) < self.options.min_examples
-        if not is_skipped:
-            fine_tune_job.check_batches(groups, self.model_group, self._agents, settings, self.options)
         fine_tune = FineTune(
             data_sha256=fine_tune_job.data_sha256(groups),
             data=await self._queue.stored(groups),
@@ -357,11 +355,13 @@ class SharedModelGroup:
             name=name or "",
             deadline_s=self.options.deadline_s,
         )
-        job_id = self._job_id = fine_tune_job.job_id_of(self.model_group, settings, fine_tune)
-        if is_skipped:
+        job_id = fine_tune_job.job_id_of(self.model_group, settings, fine_tune)
+        if len(groups) < self.options.min_examples:
             await self._queue.skip(job_id, kind, fine_tune, self.options.min_examples)
         else:
-            job_id = self._job_id = await self._queue.submit(job_id, settings, fine_tune)
+            check = partial(fine_tune_job.check_new, groups, self.model_group, self._agents, settings, self.options)
+            job_id = await self._queue.submit(job_id, settings, fine_tune, check)
+        self._job_id = job_id
         return job_id
 
     async def _begin(self) -> None:

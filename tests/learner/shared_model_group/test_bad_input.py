@@ -10,7 +10,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import Encoded, Position
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.cli.job_commands import find_job
-from rollstream.learner.shared_model_group import JobStateError, SharedModelGroup
+from rollstream.learner.shared_model_group import JobStateError, SharedModelGroup, fine_tune_job
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ConfigError, LogError
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted, TaskRequested
@@ -67,7 +67,7 @@ def rl(given: dict[str, Any]) -> Call:
         (dpo({"prover": [RecordedRollout()]}, {"prover": [SAME]}), "example 0: it has no message of the agent"),
         (rl({}), "the dataset is empty"),
         (rl({"prover": [[chat_rollout("1")]]}), "agent prover, group 0: a step has no tokens with log-probabilities"),
-        (rl({"prover": [[WITHOUT_REWARD]]}), "agent prover, group 0: a rollout has no reward of the agent"),
+        (rl({"prover": [[WITHOUT_REWARD]] * 2}), "example prover/0: a rollout has no reward of the agent"),
         (rl({"prover": [[sampled(4, reward=1.0)] * 513]}), "has 513 rollouts, more than 512; split the group"),
         (
             rl({"prover": [[sampled(4, reward=1.0)] * 512] * 7}),
@@ -80,7 +80,7 @@ def test_bad_examples_are_refused_before_anything_is_written(rig: GroupRig, call
         async with await rig.open() as group:
             with pytest.raises(ValueError, match=message):
                 await call(group)
-            assert group.jobs == ()
+            assert (group.jobs, group.fine_tune_job_id) == ((), None)
         assert await rig.events("jobs") == []
 
     asyncio.run(body())
@@ -96,6 +96,27 @@ def test_an_rl_job_whose_last_batch_would_be_stale_is_refused(rig: GroupRig, cha
         async with await rig.open(**changes, max_staleness=1) as group:
             await group.create_rl_fine_tune_job({"prover": groups})
             await group.create_supervised_fine_tune_job({"prover": groups[0] * 3})
+            assert len(group.jobs) == 2
+
+    asyncio.run(body())
+
+
+def test_a_job_of_an_earlier_release_that_would_be_refused_now_can_be_created_again(
+    rig: GroupRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        groups = {"prover": [[WITHOUT_REWARD]] * 3}
+        async with await rig.open(min_examples=4, batch_size=2) as group:
+            skipped = await group.create_rl_fine_tune_job(groups)
+        async with await rig.open(batch_size=2) as group:
+            with pytest.raises(ConfigError, match="a rollout has no reward"):
+                await group.create_rl_fine_tune_job(groups)
+            assert group.fine_tune_job_id == skipped
+            with monkeypatch.context() as earlier:
+                earlier.setattr(fine_tune_job, "check_new", lambda *_: None)
+                job_id = await group.create_rl_fine_tune_job(groups)
+        async with await rig.open(batch_size=2) as group:
+            assert await group.create_rl_fine_tune_job(groups) == job_id == f"{skipped}-r1"
             assert len(group.jobs) == 2
 
     asyncio.run(body())
