@@ -18,6 +18,8 @@ T = TypeVar("T")
 JobKind = Literal["rl", "sft", "dpo"]
 PREFERENCES: Literal["dpo"] = "dpo"
 """Kind of the jobs that train on pairs, whatever their algorithm is called."""
+ENTRY_POINTS = "rollstream.algorithms"
+"""Entry point group of the algorithms of installed packages."""
 DEFAULT = "grpo"
 CONTEXT_KEY = re.compile(r"\{(\w+)\}")
 """A reference to a key of the task's inputs within a context."""

@@ -16,7 +16,8 @@ from rollstream.harness.config.checks import check_trainer, warn, warn_meaningle
 from rollstream.harness.config.rewards import ENVIRONMENT
 from rollstream.harness.config.unused_keys import Blocks, of_evaluation, unused_keys
 from rollstream.schemas import ids
-from rollstream.schemas.algorithms import OF_PAIRS, AlgorithmSettings, CustomSettings
+from rollstream.schemas.algorithm_settings import ENTRY_POINTS
+from rollstream.schemas.algorithms import BUILT_IN, OF_PAIRS, AlgorithmSettings, CustomSettings
 from rollstream.schemas.config import (
     OURS,
     AdapterSection,
@@ -37,6 +38,7 @@ from rollstream.schemas.finetuning import FinetuneConfig
 from rollstream.schemas.kafka import KafkaSection
 from rollstream.schemas.permissions import Permissions, named_by_algorithm
 from rollstream.schemas.settings import EXTERNAL, CurriculumSettings, ModelSettings
+from rollstream.schemas.users_code import installed_entry
 
 OUR_TYPES = (
     OURS,
@@ -257,10 +259,13 @@ def _check_groups(finetune: FinetuneConfig, config: RunConfig) -> None:
 
 def _own_settings(algorithm: AlgorithmSettings, location: str) -> AlgorithmSettings:
     """The settings as the class that the algorithm has for them. Raises ConfigError."""
+    if not isinstance(algorithm, CustomSettings):
+        is_built_in = type(algorithm) in BUILT_IN.values()
+        installed_entry(ENTRY_POINTS, algorithm.name, f"{location}.name", is_built_in=is_built_in)
+        return algorithm
     from rollstream.learner.algorithms import table
 
-    if isinstance(algorithm, CustomSettings) and "declared" in algorithm.model_fields_set:
-        # it is the algorithm's to say, in records only
+    if "declared" in algorithm.model_fields_set:  # it is the algorithm's to say, in records only
         options = {**algorithm.options, "declared": algorithm.declared.model_dump()}
         algorithm = algorithm.model_copy(update={"options": options})
     local = Permissions(named_by_algorithm(algorithm.name))  # the user's own file names it

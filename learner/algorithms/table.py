@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Divisor, Normaliser, Prepared
-from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
+from rollstream.schemas.algorithm_settings import ENTRY_POINTS, AlgorithmSettings, teacher_of
 from rollstream.schemas.algorithms import BUILT_IN, CustomSettings
 from rollstream.schemas.errors import (
     ConfigError,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from rollstream.learner.algorithms.tokens import Losses
 
 logger = logging.getLogger(__name__)
-GROUP = "rollstream.algorithms"
 DIVISORS: tuple[str, ...] = get_args(Divisor)
 _BY_SETTINGS = {
     "dr_grpo": "grpo with advantage: group_mean and aggregation: constant",
@@ -56,7 +55,7 @@ T = TypeVar("T")
 
 def names() -> list[str]:
     """Names of the built-in algorithms and those of installed packages."""
-    return sorted({*BUILT_IN, *metadata.entry_points(group=GROUP).names})
+    return sorted({*BUILT_IN, *metadata.entry_points(group=ENTRY_POINTS).names})
 
 
 def algorithm(name: str, permissions: Permissions, location: str = "algorithm") -> Algorithm:
@@ -80,7 +79,6 @@ def settings_of(written: AlgorithmSettings, permissions: Permissions, location: 
     Raises as `algorithm` does, and ConfigError for a key or a value that the algorithm does not take.
     """
     if not isinstance(written, CustomSettings):
-        installed_entry(GROUP, written.name, f"{location}.name", is_built_in=written.name in BUILT_IN)
         return written
     kind = _class(written.name, permissions, location).Settings
     common = {
@@ -144,7 +142,7 @@ def _class(name: str, permissions: Permissions, location: str) -> type[Algorithm
 
 
 def _installed(name: str, location: str) -> Any:
-    entry_point = installed_entry(GROUP, name, f"{location}.name", is_built_in=False)
+    entry_point = installed_entry(ENTRY_POINTS, name, f"{location}.name", is_built_in=False)
     if entry_point is not None:
         return load_installed(entry_point, f"{location}.name: {name} ({entry_point.value})")
     near = _BY_SETTINGS.get(name.lower()) or nearest(name, names())

@@ -22,7 +22,7 @@ from rollstream.learner.retrain import RecordedJob, Retraining
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.learner.worker import Worker
 from rollstream.replay.source import RunEvents
-from rollstream.schemas.algorithms import CustomSettings, SftSettings
+from rollstream.schemas.algorithms import CustomSettings, GrpoSettings, SftSettings
 from rollstream.schemas.errors import ConfigError, NotAllowedError
 from rollstream.schemas.events import BatchPlanned, JobFailed, JobSubmitted, JobSucceeded, StepTrained, WeightsPublished
 from rollstream.schemas.permissions import NOTHING, Permissions
@@ -376,6 +376,7 @@ def test_an_algorithm_that_two_packages_bring_or_that_is_built_in_is_refused(
         configured(written, model, name="mine")
     with pytest.raises(ConfigError, match=r"'grpo' is brought by rollstream and by "):
         configured(written, model, name="grpo")
+    assert table.settings_of(GrpoSettings(), NOTHING) == GrpoSettings(), "of a record, which names the built-in one"
 
 
 def test_a_file_with_the_keys_of_another_algorithm_is_read_with_a_warning(
