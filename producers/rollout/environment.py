@@ -85,10 +85,12 @@ class Environment(ABC):
 
     def _names(self, method: str, found: object) -> tuple[str, ...]:
         """Names that a method of users returned. Raises ConfigError for anything but a collection of texts."""
-        names = tuple(cast("Iterable[object]", found)) if isinstance(found, list | tuple | set | frozenset) else (None,)
+        is_collection = isinstance(found, Iterable) and not isinstance(found, str | bytes)
+        names = tuple(cast("Iterable[object]", found)) if is_collection else (None,)
         if not all(isinstance(name, str) for name in names):
+            shown = list(names) if is_collection else found
             raise ConfigError(
-                f"environment {type(self).__name__}: {method}() returned {found!r:.80}; return a list or tuple of texts"
+                f"environment {type(self).__name__}: {method}() returned {shown!r:.80}; return a list or tuple of texts"
             )
         return cast("tuple[str, ...]", names)
 
