@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -187,7 +188,7 @@ def _size(example: Example, location: str) -> int:
     """Bytes of the inputs as JSON. Raises ConfigError for values that no record can carry."""
     try:
         orjson.dumps(example.example_id)
-        size = len(orjson.dumps(example.inputs))
+        size = len(orjson.dumps(example.inputs, option=orjson.OPT_PASSTHROUGH_DATACLASS))
         _check_finite(example.inputs)
     except (orjson.JSONEncodeError, ValueError) as error:
         raise ConfigError(
@@ -200,6 +201,8 @@ def _size(example: Example, location: str) -> int:
 
 def _check_finite(value: Any) -> None:
     """Raises ValueError for a number that JSON lacks: it would be recorded as null."""
+    if isinstance(value, Enum):
+        value = value.value
     if isinstance(value, dict):
         value = [*cast("dict[str, Any]", value).values()]
     if isinstance(value, list | tuple):

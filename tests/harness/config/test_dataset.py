@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -336,8 +338,16 @@ def test_requirements_of_an_environment_that_cannot_be_read_or_met_are_refused(
         (check_names if method == "required_agents" else examples_of)(config)
 
 
+@dataclass
+class Odds:
+    value: float
+
+
 def test_examples_that_an_environment_makes_hold_what_json_holds() -> None:
     made = made_examples([{"pair": (1, 2), "day": datetime.date(2026, 1, 1)}], "here")
     assert made == [Example("0", {"pair": [1, 2], "day": "2026-01-01"})]
     with pytest.raises(ConfigError, match="example '0' cannot be recorded: nan is not a finite number"):
         made_examples([{"value": (float("nan"),)}], "here")
+    for lost in (Odds(float("nan")), Enum("Unknown", {"ODDS": float("nan")})["ODDS"]):
+        with pytest.raises(ConfigError, match="example '0' cannot be recorded: "):
+            made_examples([{"value": lost}], "here")
