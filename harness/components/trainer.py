@@ -17,12 +17,12 @@ from rollstream.harness.components.adapter import FINAL, NOTHING_TRAINED, Rollst
 from rollstream.harness.components.curriculum import choose, name_of, resumed, reward_stats, settings_of
 from rollstream.harness.components.history import EpochFiles
 from rollstream.harness.components.interfaces import Trainer, TrainerAdapter
-from rollstream.harness.components.submission import names_epoch
+from rollstream.harness.components.submission import names_epoch, with_plain_rewards
 from rollstream.learner.untrained import CURRICULUM, NO_TRAJECTORIES
 from rollstream.processors.curate.curriculum import CurriculumProgress, begin
 from rollstream.schemas import ids
 from rollstream.schemas.config import OURS, EarlyStopping
-from rollstream.schemas.errors import ComponentError, RunFailedError
+from rollstream.schemas.errors import ComponentError, ConfigError, RunFailedError
 from rollstream.schemas.finetuning import (
     FinetuneConfig,
     TrainingJobRef,
@@ -323,7 +323,7 @@ def _with_epoch(trajectory: Trajectory, run_id: str, epoch: int) -> Trajectory:
 
 
 def _checked(found: Any, epoch: int) -> TrajectoryCollection:
-    """The builder's result.
+    """The builder's result, with rewards as Python's floats.
 
     Raises ComponentError if it is not a collection, or one of its rewards is not a number or too large.
     """
@@ -331,6 +331,10 @@ def _checked(found: Any, epoch: int) -> TrajectoryCollection:
         raise ComponentError(
             f"trajectory_builders: finalize returned a {type(found).__name__}; expected a TrajectoryCollection"
         )
+    try:
+        found = with_plain_rewards(found)
+    except ConfigError as error:
+        raise ComponentError(f"trajectory_builders: epoch {epoch}: {error}") from error
     for group in found.trajectories:
         for trajectory in group:
             if not abs(trajectory.reward) <= MAX_REWARD_SUM:

@@ -1,6 +1,7 @@
 """Rewards and metadata as components may leave them, at the start of a submission."""
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from rollstream.harness.components.submission import digest_of, with_plain_rewards
-from rollstream.schemas.errors import ConfigError
+from rollstream.harness.components.trainer import RollstreamTrainer
+from rollstream.schemas.errors import ComponentError, ConfigError
 from rollstream.schemas.events import BatchPlanned
 from rollstream.schemas.finetuning import Trajectory, TrajectoryCollection
 from tests.rigs.runs.epochwise_rig import EpochwiseRig, answers_of, configuration, opened_rig
@@ -54,3 +56,36 @@ def test_a_value_that_cannot_be_recorded_is_named_by_group_member_and_key(
     collection = TrajectoryCollection.model_construct(trajectories=[group], run_id="mine")
     with pytest.raises(ConfigError, match=message):
         digest_of(with_plain_rewards(collection))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ((np.float32(0.5), np.bool_(True), np.array(2)), ""),
+        ((0.0, np.float32("nan"), 1.0), "epoch 0: reward of group 0, member 1 is nan; expected a finite number"),
+        ((0.0, "1", 1.0), "epoch 0: reward of group 0, member 1 is a str; expected a finite number"),
+    ],
+)
+def test_the_trainer_takes_rewards_of_numpy_as_numbers_and_refuses_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewards: tuple[Any, ...], message: str
+) -> None:
+    async def scenario() -> None:
+        rig = EpochwiseRig(tmp_path, configuration(tmp_path, curriculum_learning={"enabled": True}))
+        async with opened_rig(rig) as (_, parts):
+            assert isinstance(parts.trainer, RollstreamTrainer)
+            own = parts.trajectory_builder.finalize
+
+            async def finalize(run_id: str, meta: Any = None) -> TrajectoryCollection:
+                collection = await own(run_id, meta)
+                for group in collection.trajectories:
+                    for trajectory, reward in zip(group, rewards, strict=True):
+                        trajectory.reward = reward
+                return collection
+
+            monkeypatch.setattr(parts.trajectory_builder, "finalize", finalize)
+            with pytest.raises(ComponentError, match=message) if message else nullcontext():
+                await parts.trainer.run_epoch(0, "run-1")
+                (row,) = parts.trainer.reward_history
+                assert (row["min_reward"], row["max_reward"]) == (0.5, 2.0)
+
+    asyncio.run(scenario())
