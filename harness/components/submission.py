@@ -20,7 +20,7 @@ from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.producers.rollout.rewards import RewardError, finite
 from rollstream.producers.traces.spans import json_value
 from rollstream.schemas import ids
-from rollstream.schemas.errors import ConfigError, describe
+from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.events.recorded import RecordedGroup
 from rollstream.schemas.events.training import SubmittedGroup
@@ -64,7 +64,7 @@ def digest_of(collection: TrajectoryCollection) -> str:
     try:
         return codec.canonical_digest(collection.model_dump(mode="json"))
     except (TypeError, ValueError, RecursionError) as error:
-        found = next(_unwritable(collection), f"a trajectory cannot be recorded: {describe(error)}")
+        found = next(_unwritable(collection), f"a trajectory cannot be recorded: {error}")
         raise ConfigError(f"{found}; give text, numbers, true, false, null, and lists and dicts of these") from error
 
 
@@ -79,7 +79,7 @@ def _unwritable(collection: TrajectoryCollection) -> Iterator[str]:
                 try:
                     codec.canonical_digest(to_jsonable_python(value))
                 except (TypeError, ValueError, RecursionError) as error:
-                    yield f"group {number}, member {member}: {key} cannot be recorded: {describe(error)}"
+                    yield f"group {number}, member {member}: {key} cannot be recorded: {error}"
 
 
 def epoch_of(handle: RunHandle, groups: Sequence[Group]) -> int:

@@ -44,7 +44,7 @@ def test_rewards_of_numpy_are_submitted_as_numbers(tmp_path: Path) -> None:
         ({"shaped_rewards": 1.0}, "shaped_rewards of group 0, member 1 is 1.0; expected a list of numbers"),
         (
             {"metadata": {"id": 1, "seen": np.int64(3)}},
-            r"group 0, member 1: metadata\['seen'\] cannot be recorded: .*int64",
+            r"group 0, member 1: metadata\['seen'\] cannot be recorded: Unable to serialize unknown type: .*int64",
         ),
     ],
 )
