@@ -165,10 +165,9 @@ class PlanSettings(Settings):
     """Whether a task asks for no more rollouts than its example's inputs hold recorded ones."""
     revision: Literal[1, 2, 3, 4] = added(1)
     """Rules of planning; a recorded plan keeps its own. 2: a group smaller than `min_generations` is viable if all of
-    it is complete; of an epoch's validations the one whose group closed last is judged, by all its groups; a
-    refill asks for an example twice only where there is no other. 3: manifests count the rollbacks before them, and a
-    job's schedule and percentage no rollbacks; the evaluation gate counts rewards without a sampled token. 4: the
-    curriculum compares rewards of the same agent."""
+    it is complete; of an epoch's validations the one whose group closed last is judged, by all its groups; a refill
+    asks for an example twice only where there is no other. 3: manifests count the rollbacks before them, and schedule
+    and percentage none; the gate counts rewards without sampled tokens. 4: the curriculum compares by agent."""
 
     def minimum_of(self, size: int) -> int:
         """Complete rollouts that a group of that size must have to be trained on: all of a small one."""

@@ -28,7 +28,7 @@ OF_OTHER_RUNS = {
 }
 """Kinds that the recorded run has none of: test_replay_kinds.py, test_replay_adoptions.py and test_replay_scores.py try
 them, and those of a shared model group its own test_replay.py."""
-IN_PARTS = {("RunEnded", "cause"), ("WeightsLoaded", "version")}
+IN_PARTS = {("GroupStarted", "revision"), ("RunEnded", "cause"), ("WeightsLoaded", "version")}
 """Found only where another record depends on just this value."""
 
 
