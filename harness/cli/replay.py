@@ -207,7 +207,7 @@ def _what_if(
             kafka, _ = held.enter_context(embedded_broker(layout))
         else:
             kafka = held.enter_context(broker_of(layout, bootstrap_servers))
-        outcome = run_in_order(what_if_run(kafka, layout, run, file, line.show, export=export, trust=trust))
+        outcome = run_in_order(what_if_run(kafka, layout, run, file, line.show, line.print, export=export, trust=trust))
         if is_embedded:
             _project(kafka, layout, line)
         line.clear()

@@ -159,6 +159,7 @@ async def what_if_run(
     run_id: str,
     file: Path,
     on_progress: Callable[[str], None],
+    warn: Callable[[str], None],
     *,
     export: Path | None = None,
     trust: bool = False,
@@ -183,7 +184,15 @@ async def what_if_run(
         events = await read_run(exported.log if exported else log, run_id)
         checkpoints = layout.folder / "checkpoints"
         return await what_if(
-            log, events, store, file, checkpoints=checkpoints, on_progress=on_progress, exported=exported, trust=trust
+            log,
+            events,
+            store,
+            file,
+            checkpoints=checkpoints,
+            on_progress=on_progress,
+            exported=exported,
+            trust=trust,
+            warn=warn,
         )
 
 

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.checks import check_model, check_values, warn_meaningless
+from rollstream.harness.config.checks import check_model, check_values, warn
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.config.rewards import permissions_of, weights_of
 from rollstream.harness.config.yaml import merged, read_yaml
@@ -82,12 +82,13 @@ async def what_if(
     on_progress: OnProgress,
     exported: OpenedExport | None = None,
     trust: bool = False,
+    warn: OnProgress = warn,
 ) -> WhatIfOutcome:
     """Plan and train a what-if of a run. `file`: YAML whose keys replace those of the run's configuration.
 
-    `file`: YAML whose keys replace those of the run's configuration. `exported`: the export to read the run from
-    instead of `log` and `artifacts`. Raises ConfigError if the change would need other rollouts, NotAllowedError for
-    names that only the recorded configuration contains (unless `trust`), RunFailedError if the training fails.
+    `exported`: the export to read the run from instead of `log` and `artifacts`. `warn` receives a message for each
+    key without an effect. Raises ConfigError if the change would need other rollouts, NotAllowedError for names that
+    only the recorded configuration contains (unless `trust`), RunFailedError if the training fails.
     """
     started, source = events.started, exported or OpenedExport(log, artifacts)
     changes = _changes(file)
@@ -102,7 +103,8 @@ async def what_if(
     what_if_plan.check(recorded, spec)
     spec = what_if_plan.filtering(recorded, spec, steers=_value_at(changes, ADAPTIVE) is True)
     base = _beginning(events, recorded, config)
-    _warn_without_effect(events, recorded, changes)
+    for path in _without_effect(events, recorded, changes):
+        warn(f"{'.'.join(path)}: accepted, but ignored here (a what-if trains recorded rollouts and has no use for it)")
     dataset = dataset_of(events, source.artifacts)
     rewards = await _rewards(source.log, events, recorded, spec, config, on_progress)
     on_progress("planning")
@@ -224,8 +226,8 @@ def _changes(file: Path) -> dict[str, JsonValue]:
     return changes
 
 
-def _warn_without_effect(events: RunEvents, job: JobStarted, changes: dict[str, JsonValue]) -> None:
-    """Warn of changed keys without which the what-if would be the same."""
+def _without_effect(events: RunEvents, job: JobStarted, changes: dict[str, JsonValue]) -> Iterator[tuple[str, ...]]:
+    """Paths of changed keys without which the what-if would be the same."""
     recorded, submitted = dict(events.started.config), _submitted(events, job)
     before = _of_first_group(config_file.resolve(recorded).config)
 
@@ -242,7 +244,7 @@ def _warn_without_effect(events: RunEvents, job: JobStarted, changes: dict[str, 
         except ConfigError:
             continue  # another key needs it
         if is_unused:
-            warn_meaningless(".".join(path[:-1]), path[-1:], "a what-if trains recorded rollouts and has no use for it")
+            yield path
 
 
 def _leaves(written: JsonValue, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

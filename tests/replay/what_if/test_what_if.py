@@ -1,18 +1,23 @@
 """A what-if trains recorded rollouts again under other settings, as a run of its own, and makes no rollout."""
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import orjson
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from rollstream.eventlog.codec import decode
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.reading import read_to_end
+from rollstream.harness.cli import replay as command
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.checks import forget
+from rollstream.harness.replays import run as replays
 from rollstream.harness.replays.what_if import means, merged, spec_of, what_if
+from rollstream.harness.services import workspace
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.replay.source import RunEvents, of_type, read_run
 from rollstream.replay.training import train
@@ -354,15 +359,20 @@ def test_changes_that_need_other_rollouts_or_cannot_be_stored_are_refused(record
         asked(recorded, changes)
 
 
-def test_changed_keys_without_an_effect_on_a_what_if_are_named(recorded, caplog):
-    forget()
+def test_changed_keys_without_an_effect_on_a_what_if_are_printed(recorded, monkeypatch, tmp_path):
     learner = {"optimizer": {"learning_rate": 1e-3}, "artifact_uri": "elsewhere"}
     builder = {"num_partitions": 5, "num_generations": 4}
-    with caplog.at_level("WARNING"):
-        asked(recorded, {"trainer_adapters": {"learner": learner}, "trajectory_builders": {"rollouts": builder}})
-    warned = [record.getMessage() for record in caplog.records]
-    named = [one.partition(": accepted")[0] for one in warned if "accepted, but ignored here" in one]
-    assert named == ["trainer_adapters.learner: artifact_uri", "trajectory_builders.rollouts: num_partitions"]
+    file = tmp_path / "what_if.yaml"
+    file.write_text(
+        yaml.safe_dump({"trainer_adapters": {"learner": learner}, "trajectory_builders": {"rollouts": builder}})
+    )
+    monkeypatch.setattr(workspace, "broker_of", lambda *_: nullcontext(None))
+    monkeypatch.setattr(replays, "Source", lambda _: SimpleNamespace(open=lambda: nullcontext((recorded.log, None))))
+    monkeypatch.setattr(replays, "ArtifactStore", lambda _: recorded.artifacts)
+    options = ["--bootstrap_servers", "localhost:1", "--workspace", str(tmp_path), "--trust"]
+    result = CliRunner().invoke(command.replay, ["replayed", "--what-if", str(file), *options], catch_exceptions=False)
+    named = [one.partition(": accepted")[0] for one in result.output.splitlines() if "accepted, but ignored" in one]
+    assert named == ["trainer_adapters.learner.artifact_uri", "trajectory_builders.rollouts.num_partitions"]
 
 
 def test_means_are_of_the_steps_that_have_the_metric():
