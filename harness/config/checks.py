@@ -10,7 +10,9 @@ import logging
 import math
 import os
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,7 @@ def _join(path: str, part: Any) -> str:
 
 _logger = logging.getLogger(__name__)
 _warned: set[str] = set()
+_is_silent: ContextVar[bool] = ContextVar("_is_silent", default=False)
 
 
 def warn_meaningless(location: str, names: Sequence[str], why: str) -> None:
@@ -115,9 +118,19 @@ def warn_meaningless(location: str, names: Sequence[str], why: str) -> None:
 
 def warn(message: str) -> None:
     """Warn, once."""
-    if message not in _warned:
+    if message not in _warned and not _is_silent.get():
         _warned.add(message)
         _logger.warning("%s", message)
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Drop warnings within: those of a configuration that is only tried."""
+    token = _is_silent.set(True)
+    try:
+        yield
+    finally:
+        _is_silent.reset(token)
 
 
 def forget() -> None:

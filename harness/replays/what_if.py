@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.checks import check_model, check_values, warn
+from rollstream.harness.config.checks import check_model, check_values, silence, warn
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.config.rewards import permissions_of, weights_of
 from rollstream.harness.config.yaml import merged, read_yaml
@@ -103,7 +103,7 @@ async def what_if(
     what_if_plan.check(recorded, spec)
     spec = what_if_plan.filtering(recorded, spec, steers=_value_at(changes, ADAPTIVE) is True)
     base = _beginning(events, recorded, config)
-    for path in _without_effect(events, recorded, changes):
+    for path in without_effect(events, recorded, changes):
         warn(f"{'.'.join(path)}: accepted, but ignored here (a what-if trains recorded rollouts and has no use for it)")
     dataset = dataset_of(events, source.artifacts)
     rewards = await _rewards(source.log, events, recorded, spec, config, on_progress)
@@ -226,21 +226,25 @@ def _changes(file: Path) -> dict[str, JsonValue]:
     return changes
 
 
-def _without_effect(events: RunEvents, job: JobStarted, changes: dict[str, JsonValue]) -> Iterator[tuple[str, ...]]:
-    """Paths of changed keys without which the what-if would be the same."""
+def without_effect(events: RunEvents, job: JobStarted, changes: dict[str, JsonValue]) -> Iterator[tuple[str, ...]]:
+    """Paths of keys that change the configuration, but not the what-if."""
     recorded, submitted = dict(events.started.config), _submitted(events, job)
-    before = _of_first_group(config_file.resolve(recorded).config)
 
-    def effect(changes: dict[str, JsonValue]) -> object:
-        config = _of_first_group(config_file.resolve(merged(recorded, changes)).config)
-        return (*spec_of(config, before, job, submitted, ""), permissions_of(config))
+    def resolved(changes: dict[str, JsonValue]) -> config_file.Loaded:
+        with silence():
+            return config_file.resolve(merged(recorded, changes))
 
-    whole = effect(changes)
+    before, whole = _of_first_group(resolved({}).config), resolved(changes)
+
+    def effect(config: RunConfig) -> object:
+        spec = what_if_plan.filtering(job, spec_of(_of_first_group(config), before, job, submitted, ""))
+        return (*what_if_plan.without_task_choice(spec), permissions_of(config))
+
     for path in _leaves(changes):
-        if _value_at(recorded, path) == _value_at(changes, path):
-            continue
         try:
-            is_unused = effect(_without(changes, path)) == whole
+            rest = resolved(_without(changes, path))
+            is_changed = (rest.config, rest.finetune) != (whole.config, whole.finetune)
+            is_unused = is_changed and effect(rest.config) == effect(whole.config)
         except ConfigError:
             continue  # another key needs it
         if is_unused:

@@ -27,13 +27,15 @@ from rollstream.schemas.events import (
     TrajectoryRejected,
 )
 from rollstream.schemas.events.training import MemberRef, SubmittedGroup
-from rollstream.schemas.settings import JobSpec
+from rollstream.schemas.settings import CurriculumSettings, JobSpec
 
 FIXED_PLAN = ("planning", "tasks_per_epoch", "num_generations", "oversampling", "max_refills")
 """Settings that decided which rollouts exist."""
 OF_REWARDS = ("rewards", "reward_weights", "evaluators")
 """Settings that decide what a recorded rollout is worth."""
-OF_SELECTION = ("min_reward_diff", "window_versions", "explore_share", "steer")
+OF_TASKS = ("window_versions", "explore_share")
+"""Settings of a curriculum that only choose tasks."""
+OF_SELECTION = (*OF_TASKS, "min_reward_diff", "steer")
 """Settings of a curriculum that do not decide which groups of an epoch it filters by their mean rewards."""
 FREE_ROLLOUT = (*OF_REWARDS, "agents", "missing_score", "frozen_agents")
 
@@ -142,6 +144,13 @@ def filtering(recorded: JobStarted, spec: JobSpec, *, steers: bool = False) -> J
             "filter the recorded groups; leave steer out, or use `finetune --fork` to make new rollouts"
         )
     curriculum = now.model_copy(update={"steer": False})
+    return spec._replace(plan=spec.plan.model_copy(update={"curriculum": curriculum}))
+
+
+def without_task_choice(spec: JobSpec) -> JobSpec:
+    """The job without the settings that only choose tasks, which a what-if does not request."""
+    neutral = {name: CurriculumSettings.model_fields[name].default for name in OF_TASKS}
+    curriculum = spec.plan.curriculum.model_copy(update=neutral)
     return spec._replace(plan=spec.plan.model_copy(update={"curriculum": curriculum}))
 
 

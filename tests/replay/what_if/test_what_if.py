@@ -15,8 +15,9 @@ from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.reading import read_to_end
 from rollstream.harness.cli import replay as command
 from rollstream.harness.config import file as config_file
+from rollstream.harness.config.checks import forget
 from rollstream.harness.replays import run as replays
-from rollstream.harness.replays.what_if import means, merged, spec_of, what_if
+from rollstream.harness.replays.what_if import means, merged, spec_of, what_if, without_effect
 from rollstream.harness.services import workspace
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.replay.source import RunEvents, of_type, read_run
@@ -360,19 +361,32 @@ def test_changes_that_need_other_rollouts_or_cannot_be_stored_are_refused(record
 
 
 def test_changed_keys_without_an_effect_on_a_what_if_are_printed(recorded, monkeypatch, tmp_path):
-    learner = {"optimizer": {"learning_rate": 1e-3}, "artifact_uri": "elsewhere"}
-    builder = {"num_partitions": 5, "num_generations": 4}
+    learner = {"optimizer": {"learning_rate": 1e-3}, "artifact_uri": "elsewhere", "warm_start": None}
+    changes = {"trainer_adapters": {"learner": learner}}
+    changes["trajectory_builders"] = {"rollouts": {"num_partitions": 5, "num_generations": 4}}
+    changes["finetuning"] = {"curriculum_learning": {"explore_share": 0.5, "min_reward_diff": 0.1}}
     file = tmp_path / "what_if.yaml"
-    file.write_text(
-        yaml.safe_dump({"trainer_adapters": {"learner": learner}, "trajectory_builders": {"rollouts": builder}})
-    )
+    file.write_text(yaml.safe_dump(changes, sort_keys=False))
     monkeypatch.setattr(workspace, "broker_of", lambda *_: nullcontext(None))
     monkeypatch.setattr(replays, "Source", lambda _: SimpleNamespace(open=lambda: nullcontext((recorded.log, None))))
     monkeypatch.setattr(replays, "ArtifactStore", lambda _: recorded.artifacts)
     options = ["--bootstrap_servers", "localhost:1", "--workspace", str(tmp_path), "--trust"]
     result = CliRunner().invoke(command.replay, ["replayed", "--what-if", str(file), *options], catch_exceptions=False)
     named = [one.partition(": accepted")[0] for one in result.output.splitlines() if "accepted, but ignored" in one]
-    assert named == ["trainer_adapters.learner.artifact_uri", "trajectory_builders.rollouts.num_partitions"]
+    assert named == [
+        "trainer_adapters.learner.artifact_uri",
+        "trajectory_builders.rollouts.num_partitions",
+        "finetuning.curriculum_learning.explore_share",
+    ]
+
+
+def test_keys_are_tried_without_warnings_of_the_others(recorded, caplog):
+    forget()
+    events = asyncio.run(read_run(recorded.log, "replayed"))
+    ((job, _),) = of_type(events.by_topic["groups"], JobStarted)
+    curriculum = {"enabled": True, "sort_ascending": True}
+    assert list(without_effect(events, job, {"finetuning": {"curriculum_learning": curriculum}})) == []
+    assert caplog.messages == []
 
 
 def test_means_are_of_the_steps_that_have_the_metric():
