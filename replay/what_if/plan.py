@@ -35,7 +35,9 @@ OF_REWARDS = ("rewards", "reward_weights", "evaluators")
 """Settings that decide what a recorded rollout is worth."""
 OF_TASKS = ("window_versions", "explore_share")
 """Settings of a curriculum that only choose tasks."""
-OF_SELECTION = (*OF_TASKS, "min_reward_diff", "steer")
+OF_FILTER = ("seeded_subsample", "groups_by_example", "filter_single_group")
+"""Settings of how a curriculum filters, which alone do not make it one that does."""
+OF_SELECTION = (*OF_TASKS, *OF_FILTER, "min_reward_diff", "steer")
 """Settings of a curriculum that do not decide which groups of an epoch it filters by their mean rewards."""
 FREE_ROLLOUT = (*OF_REWARDS, "agents", "missing_score", "frozen_agents")
 

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import orjson
 import pytest
@@ -384,8 +385,8 @@ def test_keys_are_tried_without_warnings_of_the_others(recorded, caplog):
     forget()
     events = asyncio.run(read_run(recorded.log, "replayed"))
     ((job, _),) = of_type(events.by_topic["groups"], JobStarted)
-    curriculum = {"enabled": True, "sort_ascending": True}
-    assert list(without_effect(events, job, {"finetuning": {"curriculum_learning": curriculum}})) == []
+    changes: Any = {"finetuning": {"curriculum_learning": {"enabled": True, "sort_ascending": True}}}
+    assert list(without_effect(events, job, changes)) == []
     assert caplog.messages == []
 
 

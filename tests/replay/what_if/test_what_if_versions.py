@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from rollstream.replay.what_if.plan import replan
+from rollstream.replay.what_if.plan import filtering, replan
 from rollstream.schemas import ids
 from rollstream.schemas.events import BatchPlanned, TaskRequested
-from rollstream.schemas.settings import JobSettings, JobSpec, ModelSettings
+from rollstream.schemas.settings import CurriculumSettings, JobSettings, JobSpec, ModelSettings
 from tests.processors.conftest import GroupsPartition, closed, member_of, only, task_of
 
 PLAN: dict[str, Any] = {"tasks_per_epoch": 1, "num_generations": 2, "num_epochs": 5, "revision": 3}
@@ -110,3 +110,14 @@ def test_a_group_is_as_old_as_in_the_versions_of_the_what_if():
     made, rejected = run.what_if([0], max_staleness=0)
     assert made == [(1, 1, None), (2, 2, None)]
     assert rejected["stale"] == 2
+
+
+@pytest.mark.parametrize("name", ["seeded_subsample", "groups_by_example", "filter_single_group"])
+def test_how_a_curriculum_filters_does_not_alone_make_it_filter(name):
+    job = Recorded(curriculum=CurriculumSettings(enabled=True)).job
+    changed = job.plan.curriculum.model_copy(update={name: False})
+    settings = JobSettings(kind="rl", model=ModelSettings(path="model"))
+    spec = JobSpec(
+        "other/rl", "other/policy", settings, job.plan.model_copy(update={"curriculum": changed}), job.rollout
+    )
+    assert filtering(job, spec) is spec
