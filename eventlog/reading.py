@@ -24,11 +24,11 @@ def unknown_run(run_id: str, begin: int, *, is_unreadable: bool = False) -> Conf
     """The error of an unknown run. `begin`: oldest retained offset of the partition of `groups`; `is_unreadable`:
     records with its key are not events of this version.
     """
+    removed = f", and topic groups partition 0 no longer has records before offset {begin}" if begin else ""
     if is_unreadable:
         return ConfigError(
-            f"run {run_id} has records that cannot be read; use the version of rollstream that wrote them"
+            f"run {run_id} has records that cannot be read{removed}; use the version of rollstream that wrote them"
         )
-    removed = f", and topic groups partition 0 no longer has records before offset {begin}" if begin else ""
     return ConfigError(f"run {run_id} does not exist{removed}; `rollstream runs` lists all runs")
 
 

@@ -10,6 +10,7 @@ import pytest
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.eventlog.reading import unknown_run
 from rollstream.learner.progress import Manifest
 from rollstream.learner.retrain import RecordedJob
 from rollstream.replay import assembly
@@ -329,6 +330,11 @@ def test_unknown_runs_and_ranges_are_refused(run):
             trained(run, **bounds)
     with pytest.raises(ConfigError, match="no group of epoch 9"):
         verified(run, epoch=9)
+
+
+@pytest.mark.parametrize("is_unreadable", [False, True])
+def test_an_unknown_or_unreadable_run_names_the_removed_records(is_unreadable):
+    assert "no longer has records before offset 7" in str(unknown_run("run-1", 7, is_unreadable=is_unreadable))
 
 
 def test_a_dataset_that_is_gone_is_named(run, tmp_path):
