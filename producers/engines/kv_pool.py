@@ -31,7 +31,7 @@ KEPT_BYTES = 256 * 2**20
 model generated an epoch of short answers on two cores."""
 PROBE_IDS = 12
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
-"""Largest difference of log-probabilities between a forward with a cache and a plain one."""
+"""Largest difference of log-probabilities between the pool and a plain forward, by the dtype of its keys."""
 NOT_ITS_CACHE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """Errors of a model that is given a cache of another kind than its own."""
 SHARED_KEYS = "rollstream_sdpa"
@@ -297,7 +297,7 @@ def probed_shape(module: Any, device: torch.device) -> PoolShape | None:
 def _probe(module: Any, device: torch.device) -> PoolShape | None:
     ids = torch.arange(PROBE_IDS, device=device)[None, :] % len(module.get_input_embeddings().weight)
     cache = DynamicCache(config=module.config.get_text_config())
-    plain = module(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
+    plain = module(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
     layers: list[Any] = cache.layers
     keys = [layer.keys for layer in layers]
     if len({(one.shape, one.dtype) for layer in layers for one in (layer.keys, layer.values)}) != 1:
@@ -314,18 +314,14 @@ def _probe(module: Any, device: torch.device) -> PoolShape | None:
     last = module(
         input_ids=ids[0, positions], attention_mask=mask, position_ids=positions, past_key_values=pool, use_cache=True
     ).logits[:, -1]
-    if is_close(torch.cat([*found, last]), plain[[2, 5, 6, 7, 7, 8, 8]]):
+    expected = plain[[2, 5, 6, 7, 7, 8, 8]].log_softmax(-1)
+    difference = (torch.cat([*found, last]).float().log_softmax(-1) - expected).abs()
+    if difference.nan_to_num().max() <= PROBE_TOLERANCE.get(shape.dtype, 0.25):
         return shape
     logger.warning(
         "batches of %s stay static: with a pool of keys and values it gives other logits", type(module).__name__
     )
     return None
-
-
-def is_close(logits: Tensor, plain: Tensor) -> bool:
-    """Whether logits (..., V) with a cache give the log-probabilities of those of a plain forward."""
-    difference = (logits.float().log_softmax(-1) - plain.float().log_softmax(-1)).abs()
-    return bool(difference.nan_to_num().max() <= PROBE_TOLERANCE.get(plain.dtype, 0.25))
 
 
 def _joined(

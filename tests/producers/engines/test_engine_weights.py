@@ -11,10 +11,11 @@ import pytest
 import torch
 from peft.tuners import lora
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, MambaConfig, Qwen3MoeConfig, RwkvConfig
 
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.producers.engines import model_cache
+from rollstream.producers.engines.generation import Model, check_cache
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import LoraSettings, ModelSettings
 from tests.producers.engines.engine_rig import (
@@ -268,16 +269,39 @@ def test_the_next_group_on_a_base_model_takes_the_module_of_an_unloaded_one(fold
     assert run(work) == [one.token_ids for one in expected]
 
 
-@pytest.mark.parametrize("how", [{}, {"batching": "static"}, {"deterministic": True}], ids=["pool", "static", "alone"])
-def test_a_model_whose_state_is_not_in_the_cache_is_refused(folder, tmp_path, how):
-    base = tmp_path / "mamba"
+MAMBA = MambaConfig(vocab_size=102, hidden_size=32, state_size=4, num_hidden_layers=2, initializer_range=0.3)
+RWKV = RwkvConfig(vocab_size=102, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
+ROUNDED = GraniteMoeConfig(
+    vocab_size=102,
+    hidden_size=128,
+    intermediate_size=128,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_local_experts=8,
+    initializer_range=0.1,
+)
+
+
+def random_model(folder, base, config):
     shutil.copytree(folder, base)
-    sizes: dict[str, Any] = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "initializer_range": 0.3}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=102, **sizes))
-    model.save_pretrained(base)
-    with pytest.raises(ModelError, match=r"cannot keep the state of mamba between tokens .*; use engine.kind vllm"):
-        run(one_by_one([]), (published(base), base / "model.safetensors"), **how)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    return published(base), base / "model.safetensors"
+
+
+@pytest.mark.parametrize("how", [{}, {"batching": "static"}, {"deterministic": True}], ids=["pool", "static", "alone"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [MAMBA, RWKV], ids=["mamba", "rwkv"])
+def test_a_model_whose_state_is_not_in_the_cache_is_refused(folder, tmp_path, config, dtype, how):
+    given = random_model(folder, tmp_path / "base", config)
+    with pytest.raises(ModelError, match=r"cannot keep the state of .* between tokens .*; use engine.kind vllm"):
+        run(one_by_one([]), given, dtype=dtype, **how)
+
+
+def test_a_model_that_rounding_changes_much_is_not_refused():
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(ROUNDED).eval().to(torch.bfloat16)
+    check_cache(Model(module, torch.device("cpu"), (1,), 0), is_batched=True)
 
 
 def trained(folder, tmp_path, group, seed, *modules):
