@@ -193,7 +193,7 @@ def ids_after(tokenizer: Tokenizer, text: str, last_id: int) -> list[int]:
     ids, begun = (tokenizer.encode(one, add_special_tokens=False) for one in ("a", "\n"))
     if tokenizer.encode("\na", add_special_tokens=False) != [*begun, *ids]:
         is_special = not tokenizer.decode([last_id], skip_special_tokens=True)
-        before = tokenizer.decode([last_id], skip_special_tokens=False) if is_special else "\n"
+        before = (tokenizer.decode([last_id], skip_special_tokens=False) if is_special else "") or "\n"
         begun = tokenizer.encode(before, add_special_tokens=False)
         whole = tokenizer.encode(before + text, add_special_tokens=False)
         if begun and whole[: len(begun)] == begun:
