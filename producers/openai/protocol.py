@@ -135,18 +135,23 @@ def _first_with_stop(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[st
     """The same, found in order, for texts that lose a stop text again while a character has only some of its bytes:
     tokenizers with byte fallback write a whole run of bytes as REPLACEMENT until all of it can be decoded.
 
-    Ids before a window are decoded once, where they decode apart as they do together.
+    Ids before a window are decoded once, where they decode apart as they do together; if need be with the id before the
+    window as its context, since tokenizers leave out the space at the beginning of a text.
     """
-    before, begin, longest = "", 0, max(map(len, stop))
+    before, begin, skipped, longest = "", 0, 0, max(map(len, stop))
     for end in range(1, len(ids) + 1):
-        text = before + _text(tokenizer, ids[begin:end])
+        text = before + _text(tokenizer, ids[begin:end])[skipped:]
         if first_stop(text, stop) is not None:
             return end
         middle = end - WINDOW
-        if middle >= begin + WINDOW:
-            left = before + _text(tokenizer, ids[begin:middle])
-            if left + _text(tokenizer, ids[middle:end]) == text:
-                before, begin = left[-longest:], middle
+        if middle < begin + WINDOW:
+            continue
+        left = before + _text(tokenizer, ids[begin:middle])[skipped:]
+        context = _text(tokenizer, ids[middle - 1 : middle])
+        if left + _text(tokenizer, ids[middle:end]) == text:
+            before, begin, skipped = left[-longest:], middle, 0
+        elif REPLACEMENT not in context and left + _text(tokenizer, ids[middle - 1 : end])[len(context) :] == text:
+            before, begin, skipped = left[-longest:], middle - 1, len(context)
     return None
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import openai
@@ -66,6 +66,22 @@ def test_a_stop_text_of_bytes_is_found_before_bytes_of_an_unfinished_character(r
     assert stop_length(generation, tokenizer, ("\n",)) == before + 1
     answer = answer_of(generation, tokenizer, model_group="", prompt_ids=(1,), salt=0, stop=("\n",))
     assert (answer.text, len(answer.token_ids), answer.finish_reason) == ("a" * before, before + 1, "stop")
+
+
+def test_words_after_a_byte_of_no_character_are_decoded_in_windows():
+    tokenizer, sizes = llama_tokenizer(), []
+
+    class Counted:
+        eos_token_id = -1
+
+        def decode(self, ids: Any, **options: Any) -> str:
+            sizes.append(len(ids))
+            return tokenizer.decode(ids, **options)
+
+    ids = tokenizer.convert_tokens_to_ids(["<0xF0>", *["▁hi"] * 300])
+    generation = Generation(tuple(ids), (0.0,) * 301, (), "length")
+    assert stop_length(generation, cast("Any", Counted()), ("zzz",)) is None
+    assert sum(sizes) < 100 * len(ids)
 
 
 async def pieces_of(stream: Any) -> list[Any]:
