@@ -1,4 +1,4 @@
-"""A replay's beginning and end: imports in another thread, and the metrics beside their service."""
+"""A replay's beginning and end: imports in another thread, what-ifs' changes, and the metrics beside their service."""
 
 import asyncio
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.harness.replays.run import ReplayRequest, project, replay_run
+from rollstream.harness.replays.what_if import means, merged
 from rollstream.harness.services.workspace import Workspace
 from rollstream.metrics.sql.client import is_caught_up, query
 from rollstream.replay.source import Source
@@ -57,3 +58,18 @@ def test_metrics_that_a_service_has_are_left_to_it(tmp_path: Path, caplog: pytes
     asyncio.run(project(source, alone))
     assert query(alone.folder, "SELECT count(*) FROM runs").rows == ((1,),)
     assert not caplog.records
+
+
+def test_means_are_of_the_steps_that_have_the_metric() -> None:
+    trained = {"reward/mean": 1.0, "policy/ess": 0.5}
+    adopted: dict[str, float] = {}
+    assert means([trained, adopted, {**trained, "reward/mean": 2.0}]) == {"reward/mean": 1.5, "policy/ess": 0.5}
+    assert means([adopted]) == {}
+
+
+def test_changes_are_merged_mapping_by_mapping() -> None:
+    assert merged({"a": {"b": 1, "c": [1]}, "d": 2}, {"a": {"c": [2]}, "e": 3}) == {
+        "a": {"b": 1, "c": [2]},
+        "d": 2,
+        "e": 3,
+    }

@@ -188,5 +188,5 @@ def test_a_prompt_that_is_too_long_in_a_group_of_tasks_is_an_engine_error(play, 
             tasks.create_task(session.chat([{"role": "user", "content": "x" * 500}]))
 
     engine = asyncio.run(scripted(tmp_path, max_length=100))
-    settings = {"sampling": {"max_new_tokens": 5}}
-    assert play(task_of("test_asks_too_much_in_tasks", **settings), engine=engine).last.cause == "engine_error"
+    task = task_of("test_asks_too_much_in_tasks", sampling={"max_new_tokens": 5})
+    assert play(task, engine=engine).last.cause == "engine_error"

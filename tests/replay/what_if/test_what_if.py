@@ -18,7 +18,7 @@ from rollstream.harness.cli import replay as command
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import forget
 from rollstream.harness.replays import run as replays
-from rollstream.harness.replays.what_if import means, merged, spec_of, what_if, without_effect
+from rollstream.harness.replays.what_if import merged, spec_of, what_if, without_effect
 from rollstream.harness.services import workspace
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.replay.source import RunEvents, of_type, read_run
@@ -388,18 +388,3 @@ def test_keys_are_tried_without_warnings_of_the_others(recorded, caplog):
     changes: Any = {"finetuning": {"curriculum_learning": {"enabled": True, "sort_ascending": True}}}
     assert list(without_effect(events, job, changes)) == []
     assert caplog.messages == []
-
-
-def test_means_are_of_the_steps_that_have_the_metric():
-    trained = {"reward/mean": 1.0, "policy/ess": 0.5}
-    adopted: dict[str, float] = {}
-    assert means([trained, adopted, {**trained, "reward/mean": 2.0}]) == {"reward/mean": 1.5, "policy/ess": 0.5}
-    assert means([adopted]) == {}
-
-
-def test_changes_are_merged_mapping_by_mapping():
-    assert merged({"a": {"b": 1, "c": [1]}, "d": 2}, {"a": {"c": [2]}, "e": 3}) == {
-        "a": {"b": 1, "c": [2]},
-        "d": 2,
-        "e": 3,
-    }
