@@ -56,7 +56,7 @@ def test_a_key_that_an_example_lacks_is_named_with_the_example(play: Any) -> Non
 def test_a_rollout_that_nobody_scores_fails_and_names_the_remedy(play: Any) -> None:
     last = play(task(rewards=(), evaluators={}), answers("4")).last
     assert isinstance(last, RolloutFailed)
-    assert "name a reward function or evaluator (finetuning.reward_function.name)" in last.message
+    assert "name a reward function or evaluator that scores them (finetuning.reward_function.name)" in last.message
 
 
 def test_the_demonstrator_gives_the_right_answer(play: Any) -> None:
