@@ -56,7 +56,6 @@ from rollstream.schemas.variables import expand
 
 M = TypeVar("M", bound=Settings)
 COMPARED = ("reward/mean", "loss/total", "policy/ess", "policy/kl", "policy/entropy")
-ADAPTIVE = ("finetuning", "curriculum_learning", "steer")
 OnProgress = Callable[[str], None]
 
 
@@ -101,7 +100,8 @@ async def what_if(
     before = _of_first_group(config_file.resolve(dict(started.config), is_new=False).config)
     spec = spec_of(config, before, recorded, _submitted(events, recorded), run_id)
     what_if_plan.check(recorded, spec)
-    spec = what_if_plan.filtering(recorded, spec, steers=_value_at(changes, ADAPTIVE) is True)
+    curriculum = config_file.block_at(changes, "finetuning", "curriculum_learning")
+    spec = what_if_plan.filtering(recorded, spec, steers=curriculum.get("steer") is True)
     base = _beginning(events, recorded, config)
     for path in without_effect(events, recorded, changes):
         warn(f"{'.'.join(path)}: accepted, but ignored here (a what-if trains recorded rollouts and has no use for it)")
@@ -232,7 +232,7 @@ def without_effect(events: RunEvents, job: JobStarted, changes: dict[str, JsonVa
 
     def resolved(changes: dict[str, JsonValue]) -> config_file.Loaded:
         with silence():
-            return config_file.resolve(merged(recorded, changes))
+            return config_file.resolve(merged(recorded, changes), is_new=False)
 
     before, whole = _of_first_group(resolved({}).config), resolved(changes)
 
@@ -266,13 +266,6 @@ def _without(written: dict[str, JsonValue], path: Sequence[str]) -> dict[str, Js
     if len(path) > 1 and isinstance(value, dict):
         return {**written, path[0]: _without(value, path[1:])}
     return {name: other for name, other in written.items() if name != path[0]}
-
-
-def _value_at(written: JsonValue, path: Sequence[str]) -> JsonValue:
-    """The value at a path of a configuration; None where there is none."""
-    for name in path:
-        written = written.get(name) if isinstance(written, dict) else None
-    return written
 
 
 def _recorded_job(events: RunEvents) -> JobStarted:

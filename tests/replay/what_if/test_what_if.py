@@ -388,3 +388,9 @@ def test_keys_are_tried_without_warnings_of_the_others(recorded, caplog):
     changes: Any = {"finetuning": {"curriculum_learning": {"enabled": True, "sort_ascending": True}}}
     assert list(without_effect(events, job, changes)) == []
     assert caplog.messages == []
+
+
+def test_true_in_place_of_a_number_is_read_as_in_the_recorded_run(recorded):
+    events = asyncio.run(read_run(recorded.log, "replayed"))
+    ((job, _),) = of_type(events.by_topic["groups"], JobStarted)
+    assert list(without_effect(events, job, {"trainer_adapters": {"learner": {"checkpoint_every": True}}})) == []
