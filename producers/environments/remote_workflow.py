@@ -15,10 +15,10 @@ import aiohttp
 from rollstream.producers.rollout.environment import NEEDS_DATASET, Environment
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.producers.rollout.session import Session
-from rollstream.producers.traces.spans import WORKFLOW, Selection, Spans, scores
+from rollstream.producers.traces.spans import WORKFLOW, Selection, Spans, json_value, scores
 from rollstream.producers.traces.stream import Lines, RemoteStream, read_up_to
 from rollstream.schemas.errors import EnvironmentRunError
-from rollstream.schemas.events.intermediate_steps import IntermediateStep
+from rollstream.schemas.events.intermediate_steps import IntermediateStep, IntermediateStepType
 from rollstream.schemas.events.recorded import RecordedStep
 from rollstream.schemas.variables import one_line
 
@@ -26,6 +26,7 @@ MAX_ERROR_BYTES = 4096
 """Read of the body of an error."""
 PATHS = ("/v1/workflow/full", "/generate/full")
 """Asked in this order; the next one where there is none of the first."""
+_WORKFLOW_END = IntermediateStepType.WORKFLOW_END.value
 _ROUTES = re.compile(r"(/v1/workflow|/generate)(/full|/stream)?$")
 """Route that may end an endpoint's URL."""
 _PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]|\[['\"]([^'\"]+)['\"]\]")
@@ -113,26 +114,25 @@ class _Recorder:
         self._selection = selection
         self._spans = Spans(selection)
         self._options: dict[str, Any] = {"retokenise": retokenise, "assumed_version": assumed_version}
-        self._has_answer = False
+        self._end: RecordedStep | None = None
 
     async def take(self, step: IntermediateStep | None) -> None:
         """Record what a step of the stream completes."""
         recorded = self._spans.read(step) if step is not None else None
+        if recorded is not None and recorded.event_type == _WORKFLOW_END and recorded.parent_id == "root":
+            recorded, self._end = self._end, recorded
         if recorded is not None:
             await self._record(recorded)
 
     async def end(self, question: Any, result: Any) -> None:
-        """Record what never ended, and the answer if no step said it."""
+        """Record what never ended, then the workflow's end with its result: NAT gives it the first 50 pieces alone."""
         for step in self._spans.rest():
             await self._record(step)
-        if not self._has_answer:
-            data = {"input": question, "output": result}
-            await self._record(RecordedStep(event_type="WORKFLOW_END", name=WORKFLOW, data=data))
+        end = self._end or RecordedStep(event_type=_WORKFLOW_END, name=WORKFLOW)
+        data = json_value({"input": question} | (end.data or {}) | {"output": result})
+        await self._record(end.model_copy(update={"data": data}))
 
     async def _record(self, step: RecordedStep) -> None:
-        self._has_answer = self._has_answer or (
-            step.event_type == "WORKFLOW_END" and bool((step.data or {}).get("output"))
-        )
         step_index = await self._session.record(step, **self._options)
         for score in scores([step], self._selection):
             await self._session.reward(score.value, score.name, step_index, is_score=True)

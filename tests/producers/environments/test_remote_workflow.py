@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_remote_workflow_is_recorded_as_it_streams_and_its_calls_are_samples(p
     played.assert_complete()
     assert bodies == [{"input_message": "1+1="}]
     kinds = [step.event_type for step in played.steps]
-    assert kinds == ["LLM_END", "TOOL_END", "LLM_END", "FUNCTION_END", "WORKFLOW_END", "FUNCTION_START"]
+    assert kinds == ["LLM_END", "TOOL_END", "LLM_END", "FUNCTION_END", "FUNCTION_START", "WORKFLOW_END"]
     first, later = (step for step in played.steps if step.llm is not None)
     assert later.llm.prefix.step_index == first.step_index
     assert first.function_ancestry.function_name == "solver"
@@ -135,6 +136,66 @@ def test_the_older_path_is_the_fallback_and_pieces_of_its_answer_are_joined(play
     played.assert_complete()
     assert played.steps[0].function_ancestry.function_name == "<workflow>"
     assert played.steps[-1].data == {"input": "1+1=", "output": "2"}
+
+
+PIECES = [f"word{n} " for n in range(60)]
+
+
+async def answer_as_nat(request):
+    """NAT's own stream of a workflow that answers in pieces, or of one that returns JSON."""
+    from nat.builder.function_info import FunctionInfo
+    from nat.builder.workflow_builder import WorkflowBuilder
+    from nat.cli.register_workflow import register_function
+    from nat.cli.type_registry import GlobalTypeRegistry
+    from nat.data_models.config import Config
+    from nat.data_models.function import FunctionBaseConfig
+    from nat.front_ends.fastapi.response_helpers import generate_streaming_response_full_as_str
+    from nat.runtime.session import SessionManager
+
+    class AnswerConfig(FunctionBaseConfig, name="remote_test_answer"):
+        pass
+
+    async def function(config, builder):
+        async def stream(question: str) -> AsyncGenerator[str]:
+            for piece in [*PIECES, "2"] if question == "in pieces" else ['{"sum": "2"}']:
+                yield piece
+
+        yield FunctionInfo.create(stream_fn=stream, description="answers")
+
+    question = (await request.json())["input_message"]
+    response = web.StreamResponse()
+    await response.prepare(request)
+    with GlobalTypeRegistry.push():
+        register_function(config_type=AnswerConfig)(function)
+        config = Config.model_validate({"workflow": {"_type": "remote_test_answer"}})
+        async with WorkflowBuilder.from_config(config) as builder:
+            sessions = await SessionManager.create(config=config, shared_builder=builder)
+            async with sessions.session(user_id="u") as session:
+                stated = {"streaming": True, "result_type": str, "output_type": str}
+                async for text in generate_streaming_response_full_as_str(question, session=session, **stated):
+                    await response.write(text.encode())
+            await sessions.shutdown()
+    return response
+
+
+@pytest.mark.parametrize(
+    ("question", "path", "result"), [("in pieces", "$", "".join(PIECES) + "2"), ("as JSON", "$.sum", "2")]
+)
+def test_the_result_is_in_the_streamed_answer_and_not_nats_preview_of_it(play, question, path, result):
+    pytest.importorskip("nat")
+    played, _ = ask(play, answer_as_nat, inputs={"question": question}, result_json_path=path)
+    played.assert_complete()
+    assert [step.event_type for step in played.steps] == ["FUNCTION_END", "WORKFLOW_END"]
+    assert played.steps[-1].data == {"input": question, "output": result}
+    assert played.steps[-1].name == "remote_test_answer"
+
+
+def test_the_ends_of_workflows_inside_the_workflow_stay_as_they_are(play):
+    inner = nat.workflow(uuid="inner", answer="inner")
+    inner[0]["parent_id"] = inner[-1]["parent_id"] = "w-f"
+    played, _ = ask(play, streaming(lines_of(nat.workflow(inner, answer="a preview"), "2")))
+    ends = [step.data["output"] for step in played.steps if step.event_type == "WORKFLOW_END"]
+    assert ends == ["inner", "2"]
 
 
 def test_a_line_far_longer_than_a_network_buffer_is_one_step(play):
