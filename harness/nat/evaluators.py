@@ -4,6 +4,7 @@ They score the workflow's output. An item without a score has an error and is no
 package registers the same name, its evaluator wins; ours are always available as `rollstream_NAME`.
 """
 
+import asyncio
 import json
 import os
 import types
@@ -89,8 +90,14 @@ def _factory(kind: str) -> Callable[..., AsyncIterator[EvaluatorInfo]]:
         settings = RolloutSettings(environment="none", evaluators={kind: block})
         chosen = reward_of(kind, settings, Permissions.of(named_by(settings), os.environ), _Unrecorded())
 
+        slots = asyncio.Semaphore(max(1, builder.get_max_concurrency()))
+
+        async def evaluate_item(item: Any) -> Any:
+            async with slots:
+                return await _item(kind, chosen.function, item)
+
         async def evaluate_all(eval_input: Any) -> Any:
-            return _output([await _item(kind, chosen.function, item) for item in eval_input.eval_input_items])
+            return _output(await asyncio.gather(*map(evaluate_item, eval_input.eval_input_items)))
 
         # NAT declares it as a plain function but awaits it.
         score: Any = evaluate_all

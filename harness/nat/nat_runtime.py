@@ -83,13 +83,14 @@ class Workflow:
         self._failures = failures
         self._num_slots = max(1, max_concurrency)
         self._slots = asyncio.Semaphore(self._num_slots)
+        self._scoring = asyncio.Lock()
         self._limit_s = limit_s
 
     async def play(self, examples: Sequence[Example], evaluator: str) -> list[Played]:
         """Run every example once and score it with an evaluator of the configuration; results in order.
 
         An example has the limit for its run, without the wait for a slot. The evaluator has as much for each round of
-        as many examples as there are slots.
+        as many examples as there are slots, without the wait for the other calls of `play`, which it scores in turn.
         """
         items = [_item(example) for example in examples]
         played = await asyncio.gather(*map(self._run, items))
@@ -136,8 +137,9 @@ class Workflow:
             return {}, None
         num_rounds = math.ceil(len(items) / self._num_slots)
         try:
-            work = self._evaluate(name, EvalInput(eval_input_items=items))
-            output = await _limited(work, self._limit_s, num_rounds)
+            async with self._scoring:
+                work = self._evaluate(name, EvalInput(eval_input_items=items))
+                output = await _limited(work, self._limit_s, num_rounds)
         except Exception as error:  # noqa: BLE001 -- user code may raise anything
             self._failures.report(f"evaluator {name}", error)
             return {}, _failure(f"evaluator {name}", error)

@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ from tests.rigs import nat_samples as nat
 
 NUM_PLAYED: Counter[str] = Counter()
 """Runs of `echo` by question."""
+NUM_SCORED_AT_ONCE: Counter[str] = Counter()
+"""Calls of an evaluator in progress (`now`) and at most (`most`)."""
 
 
 class EchoConfig(FunctionBaseConfig, name="playing_test_echo"):
@@ -42,10 +45,29 @@ class LengthConfig(EvaluatorBaseConfig, name="playing_test_length"):
 
     raises: bool = False
     hangs: bool = False
+    begins_after: int = 0
+    """Runs of the workflow that it waits for."""
 
 
 class AtifConfig(EvaluatorBaseConfig, name="playing_test_atif"):
     """The other way in which NAT's evaluators may be written."""
+
+
+@asynccontextmanager
+async def scoring() -> AsyncIterator[None]:
+    NUM_SCORED_AT_ONCE["now"] += 1
+    NUM_SCORED_AT_ONCE["most"] = max(NUM_SCORED_AT_ONCE["most"], NUM_SCORED_AT_ONCE["now"])
+    yield
+    NUM_SCORED_AT_ONCE["now"] -= 1
+
+
+EIGHT = asyncio.Barrier(8)
+
+
+async def in_eights(rollout: Any) -> float:
+    async with scoring():
+        await EIGHT.wait()
+    return 1.0
 
 
 def register() -> None:
@@ -76,6 +98,11 @@ def register() -> None:
                 raise KeyError("no such column")
             if config.hangs:
                 await asyncio.Event().wait()
+            while NUM_PLAYED.total() < config.begins_after:
+                await asyncio.sleep(0)
+            async with scoring():
+                for _ in range(100):  # in which another call would begin
+                    await asyncio.sleep(0)
             items = [_item(item) for item in eval_input.eval_input_items]
             return EvalOutput(average_score=None, eval_output_items=items)
 
@@ -105,13 +132,25 @@ def _item(item: Any) -> EvalOutputItem:
 def played(
     questions: list[str], evaluator: dict[str, Any], failures: Failures | None = None, limit_s: float = 60.0
 ) -> list[Played]:
+    return generations(1, questions, evaluator, failures, limit_s)[0]
+
+
+def generations(
+    num: int,
+    questions: list[str],
+    evaluator: dict[str, Any],
+    failures: Failures | None = None,
+    limit_s: float = 60.0,
+) -> list[list[Played]]:
     register()
+    NUM_SCORED_AT_ONCE.clear()
+    NUM_PLAYED.clear()
     config = config_of({"workflow": {"_type": "playing_test_echo"}, "eval": {"evaluators": {"it": evaluator}}})
     examples = [Example(f"x{number}", {"question": question}) for number, question in enumerate(questions)]
 
-    async def play() -> list[Played]:
+    async def play() -> list[list[Played]]:
         async with asyncio.timeout(120), workflow(config, failures or Failures(), limit_s) as built:
-            return await built.play(examples, "it")
+            return await asyncio.gather(*(built.play(examples, "it") for _ in range(num)))
 
     return asyncio.run(play())
 
@@ -146,6 +185,19 @@ def test_an_evaluator_that_raises_fails_every_example_with_its_name() -> None:
     found = played(["one", "two"], {"_type": "playing_test_length", "raises": True})
     for one in found:
         assert re.fullmatch(r"evaluator it raised KeyError \(.* in evaluate\): 'no such column'", str(one.error))
+
+
+def test_our_evaluators_score_as_many_examples_at_a_time_as_the_time_limit_assumes() -> None:
+    evaluator = {"_type": "rollstream_python", "function": f"python:{__name__}.in_eights"}
+    for found in generations(2, ["x"] * 16, evaluator, limit_s=20.0):
+        assert [(one.score, one.error) for one in found] == [(1.0, None)] * 16
+    assert NUM_SCORED_AT_ONCE["most"] == 8, "eval.general.max_concurrency"
+
+
+def test_an_evaluator_scores_one_generation_after_the_other_so_that_each_has_its_time() -> None:
+    found = generations(2, ["three", "four"], {"_type": "playing_test_length", "begins_after": 4})
+    assert [[one.score for one in played] for played in found] == [[5.0, 4.0]] * 2
+    assert NUM_SCORED_AT_ONCE["most"] == 1
 
 
 def test_the_terminal_shows_the_first_failure_and_the_log_file_all(

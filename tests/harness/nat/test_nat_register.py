@@ -6,6 +6,7 @@ import sys
 import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from tests.rigs.services.judge_server import JudgeServer
 
 SECRET = "sk-very-secret-4711"
 ROOT = Path(__file__).resolve().parents[3]
+BUILDER: Any = SimpleNamespace(get_max_concurrency=lambda: 8)
 FILE = {
     "workflow": {"_type": "rollstream", "environment": "guess_number"},
     "trajectory_builders": {"rollouts": {"_type": "rollstream", "num_generations": 3}},
@@ -151,7 +153,7 @@ def test_evaluators_score_what_a_workflow_of_nats_answered():
     async def evaluate(name):
         block = config.eval.evaluators[name]
         info = GlobalTypeRegistry.get().get_evaluator(type(block))
-        async with info.build_fn(block, None) as evaluator:  # pyright: ignore[reportArgumentType]
+        async with info.build_fn(block, BUILDER) as evaluator:
             answer: Any = evaluator.evaluate_fn  # NAT awaits it, and declares it as a plain function
             items = [item(1, "42 ok"), item(2, "4"), item(3, None)]
             return await answer(EvalInput(eval_input_items=items))
@@ -197,7 +199,7 @@ def test_a_judges_key_is_shown_by_no_dump_and_sent_to_the_judge(monkeypatch):
             config = Config.model_validate({"eval": {"evaluators": {"judge": {**block, "base_url": server.base_url}}}})
             found = config.eval.evaluators["judge"]
             shown = f"{config} {config!r} {found.model_dump()} {found.model_dump_json()}"
-            async with GlobalTypeRegistry.get().get_evaluator(type(found)).build_fn(found, None) as evaluator:  # pyright: ignore[reportArgumentType]
+            async with GlobalTypeRegistry.get().get_evaluator(type(found)).build_fn(found, BUILDER) as evaluator:
                 answer: Any = evaluator.evaluate_fn
                 item = EvalInputItem(
                     id=1, input_obj="?", expected_output_obj="1", output_obj="1", full_dataset_entry={}
