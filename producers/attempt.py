@@ -255,7 +255,8 @@ class _AttemptRunner:
 
     async def _run(self, environment: Environment, session: Session) -> str:
         try:
-            await environment.run(session)
+            with self._missing_allowed("reward"):
+                await environment.run(session)
         except Exception as error:
             if not is_exhaustion(error):
                 raise

@@ -33,11 +33,13 @@ class _NotDone(Exception):
 
 
 class Played(NamedTuple):
-    """The result of one example: its steps and its score, if any; `error`: why it failed."""
+    """The result of one example: its steps and its score, if any; `error`: why the workflow failed."""
 
     steps: tuple[IntermediateStep, ...] = ()
     score: float | None = None
     error: str | None = None
+    missing_score: str | None = None
+    """Why there is no score, if the workflow did not fail."""
 
 
 class Failures:
@@ -95,9 +97,9 @@ class Workflow:
         items = [_item(example) for example in examples]
         played = await asyncio.gather(*map(self._run, items))
         done = [item for item, (_, error) in zip(items, played, strict=True) if error is None]
-        scores, failure = await self._score(evaluator, done)
+        scores = await self._score(evaluator, done)
         return [
-            Played(steps, scores.get(str(item.id)), error or failure)
+            Played(error=error) if error is not None else scores[str(item.id)]._replace(steps=steps)
             for item, (steps, error) in zip(items, played, strict=True)
         ]
 
@@ -129,12 +131,12 @@ class Workflow:
             item.output_obj = _text(runner, output)
         return steps
 
-    async def _score(self, name: str, items: list[Any]) -> tuple[dict[str, float], str | None]:
-        """Scores by item id, where available, and the evaluator's exception, if any."""
+    async def _score(self, name: str, items: list[Any]) -> dict[str, Played]:
+        """Scores by item id, or why there is none."""
         from nat.data_models.evaluator import EvalInput
 
         if not items:
-            return {}, None
+            return {}
         num_rounds = math.ceil(len(items) / self._num_slots)
         try:
             async with self._scoring:
@@ -142,9 +144,13 @@ class Workflow:
                 output = await _limited(work, self._limit_s, num_rounds)
         except Exception as error:  # noqa: BLE001 -- user code may raise anything
             self._failures.report(f"evaluator {name}", error)
-            return {}, _failure(f"evaluator {name}", error)
-        found = {str(item.id): score_of(item) for item in output.eval_output_items}
-        return {key: score for key, score in found.items() if score is not None}, None
+            unscored = Played(missing_score=_failure(f"evaluator {name}", error))
+            return {str(item.id): unscored for item in items}
+        found = {str(item.id): _scored(name, item) for item in output.eval_output_items}
+        left_out = Played(
+            missing_score=f"evaluator {name} returned no score for the example; have it return one for each"
+        )
+        return {key: found.get(key, left_out) for key in (str(item.id) for item in items)}
 
     async def _evaluate(self, name: str, items: Any) -> Any:
         evaluator = self._builder.get_evaluator(name)
@@ -176,6 +182,14 @@ async def _limited(work: Coroutine[Any, Any, Result], limit_s: float, num_rounds
             task.cancel()
             await asyncio.wait({task}, timeout=GRACE_S)
         task.add_done_callback(retrieve_exception)
+
+
+def _scored(name: str, item: Any) -> Played:
+    score = score_of(item)
+    if score is not None:
+        return Played(score=score)
+    reason = getattr(item, "error", None) or f"{item.score!r} is not a finite number; have it return one"
+    return Played(missing_score=conceal(f"evaluator {name} gave no score: {reason}"))
 
 
 def _failure(what: str, error: Exception) -> str:

@@ -24,7 +24,7 @@ from rollstream.harness.recorded.tasks import all_stored, inputs_of
 from rollstream.harness.runs.preflight import token_of
 from rollstream.harness.runs.run_handle import RunHandle
 from rollstream.harness.services.addresses import url_host
-from rollstream.producers.traces.spans import Selection, recorded_steps
+from rollstream.producers.traces.spans import Selection, json_value, recorded_steps
 from rollstream.schemas.errors import describe
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.events.recorded import RecordedGroup, RecordedReward, RecordedRollout
@@ -53,8 +53,8 @@ class NatWorkflowBuilder(RollstreamTrajectoryBuilder):
     async def _play(
         self, handle: RunHandle, tasks: Sequence[TaskRequested], examples: Sequence[Example]
     ) -> list[list[Played]]:
-        """The result of each example, by generation. One that failed is played again, up to `max_attempts` times in
-        all, at the address that the endpoint has then.
+        """The result of each example, by generation. One whose workflow failed is played again, up to `max_attempts`
+        times in all, at the address that the endpoint has then.
         """
         reward = handle.config.finetuning.reward_function
         assert reward is not None
@@ -143,4 +143,5 @@ def _rollout(name: str, played: Played, selection: Selection) -> RecordedRollout
         steps = tuple(recorded_steps(played.steps, selection))
     except (TypeError, ValueError) as error:  # of values that a log cannot hold
         return RecordedRollout(source_id=name, error=f"the steps cannot be recorded: {describe(error)}")
-    return RecordedRollout(source_id=name, steps=steps, rewards=rewards)
+    missing_score = None if played.missing_score is None else json_value(played.missing_score)
+    return RecordedRollout(source_id=name, steps=steps, rewards=rewards, missing_score=missing_score)

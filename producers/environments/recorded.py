@@ -7,6 +7,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.producers.rollout.reply import MAX_TURNS, TurnsExhausted
+from rollstream.producers.rollout.rewards import NoScoreError
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import EnvironmentRunError, first_invalid
 from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedMember, RecordedRollout
@@ -32,7 +33,8 @@ class RecordedEnvironment(Environment):
     async def run(self, session: Session) -> None:
         """Play it; a store that does not answer is tried again while the rollout has time.
 
-        Raises EnvironmentRunError for a rollout that is missing, broken or known to have failed.
+        Raises EnvironmentRunError for a rollout that is missing, broken or known to have failed, NoScoreError for one
+        that could not be scored.
         """
         members, number, artifacts = session.inputs.pop(INPUT, None), session.member, session.artifacts
         rollout = await retrying(
@@ -43,7 +45,7 @@ class RecordedEnvironment(Environment):
         if rollout.error is not None:
             raise EnvironmentRunError(
                 f"recorded rollout {rollout.source_id or session.member} failed when it was recorded: {rollout.error}; "
-                "leave it out, or record it again"
+                "correct what failed, or leave out the example"
             )
         indices: list[int] = []
         for step in rollout.steps:
@@ -52,6 +54,8 @@ class RecordedEnvironment(Environment):
         for reward in rollout.rewards:
             step_index = None if reward.step is None else indices[reward.step]
             await session.reward(reward.value, reward.name, step_index, reward.agent, is_score=reward.is_score)
+        if rollout.missing_score is not None:
+            raise NoScoreError(f"recorded rollout {rollout.source_id or session.member}: {rollout.missing_score}")
         if rollout.stop_reason == MAX_TURNS:
             raise TurnsExhausted("the agent had no turn left when the rollout was recorded")
 

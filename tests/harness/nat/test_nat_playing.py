@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from nat.builder.evaluator import EvaluatorInfo
@@ -23,7 +23,8 @@ from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
 from rollstream.harness.config.dataset import Example
 from rollstream.harness.config.nat_workflows import config_of, function_types
 from rollstream.harness.nat.nat_runtime import Failures, Played, _ours, workflow
-from rollstream.harness.nat.workflow_builder import NatWorkflowBuilder, reachable
+from rollstream.harness.nat.workflow_builder import NatWorkflowBuilder, _rollout, reachable
+from rollstream.producers.traces.spans import Selection
 from rollstream.schemas.errors import ConfigError
 from tests.rigs import nat_samples as nat
 
@@ -159,6 +160,12 @@ def test_an_example_that_raises_fails_alone_and_the_others_are_scored_in_their_o
     found = played(["three", "no", "", "x"], {"_type": "playing_test_length"})
     assert [one.score for one in found] == [5.0, None, None, None]
     assert [one.error is None for one in found] == [True, False, True, True]
+    assert [one.missing_score for one in found] == [
+        None,
+        None,
+        "evaluator it gave no score: None is not a finite number; have it return one",
+        "evaluator it gave no score: too short",
+    ]
     assert re.fullmatch(r"the workflow raised ValueError \(.* in play\): cannot play no", str(found[1].error))
     assert {step.payload.event_type for step in found[0].steps} >= {"WORKFLOW_START", "WORKFLOW_END"}
 
@@ -176,21 +183,23 @@ def test_an_example_that_does_not_end_or_cancels_itself_fails_alone(question: st
     assert found[1].error == reported
 
 
-def test_an_evaluator_that_does_not_end_fails_every_example() -> None:
+def test_an_evaluator_that_does_not_end_scores_no_example() -> None:
     found = played(["one", "two"], {"_type": "playing_test_length", "hangs": True}, limit_s=1.0)
-    assert [one.error for one in found] == ["evaluator it timed out after 1 s (rollout_timeout_s)"] * 2
+    assert [one.missing_score for one in found] == ["evaluator it timed out after 1 s (rollout_timeout_s)"] * 2
 
 
-def test_an_evaluator_that_raises_fails_every_example_with_its_name() -> None:
+def test_an_evaluator_that_raises_scores_no_example_and_is_named() -> None:
     found = played(["one", "two"], {"_type": "playing_test_length", "raises": True})
     for one in found:
-        assert re.fullmatch(r"evaluator it raised KeyError \(.* in evaluate\): 'no such column'", str(one.error))
+        assert re.fullmatch(
+            r"evaluator it raised KeyError \(.* in evaluate\): 'no such column'", str(one.missing_score)
+        )
 
 
 def test_our_evaluators_score_as_many_examples_at_a_time_as_the_time_limit_assumes() -> None:
     evaluator = {"_type": "rollstream_python", "function": f"python:{__name__}.in_eights"}
     for found in generations(2, ["x"] * 16, evaluator, limit_s=20.0):
-        assert [(one.score, one.error) for one in found] == [(1.0, None)] * 16
+        assert [(one.score, one.missing_score) for one in found] == [(1.0, None)] * 16
     assert NUM_SCORED_AT_ONCE["most"] == 8, "eval.general.max_concurrency"
 
 
@@ -242,24 +251,43 @@ def test_a_step_with_bytes_that_are_not_text_is_recorded_in_base64() -> None:
 class WithoutEndpoint(NatWorkflowBuilder):
     """A builder whose file needs no endpoint."""
 
+    evaluator: ClassVar[dict[str, Any]] = {"_type": "playing_test_length"}
+
     async def _sections(self, handle: Any) -> dict[str, Any]:
-        evaluators = {"it": {"_type": "playing_test_length"}}
-        return {"workflow": {"_type": "playing_test_echo"}, "eval": {"evaluators": evaluators}}
+        return {"workflow": {"_type": "playing_test_echo"}, "eval": {"evaluators": {"it": self.evaluator}}}
 
 
-def test_a_failed_example_is_played_again_up_to_max_attempts(tmp_path: Path) -> None:
+class Unscored(WithoutEndpoint):
+    """Its evaluator raises."""
+
+    evaluator: ClassVar[dict[str, Any]] = {"_type": "playing_test_length", "raises": True}
+
+
+def builder_played(kind: type[WithoutEndpoint], questions: list[str], workspace: Path) -> list[Played]:
     register()
     NUM_PLAYED.clear()
-    questions = ["three", "once", "no"]
     examples = [Example(question, {"question": question}) for question in questions]
     settings = SimpleNamespace(max_attempts=3, rollout_timeout_s=60.0)
     handle: Any = SimpleNamespace(
         config=SimpleNamespace(finetuning=SimpleNamespace(reward_function=SimpleNamespace(name="it")))
     )
     tasks: Any = [SimpleNamespace(settings=settings, num_rollouts=1)] * len(examples)
-    (found,) = asyncio.run(WithoutEndpoint(SimpleNamespace(workspace=tmp_path))._play(handle, tasks, examples))
+    (found,) = asyncio.run(kind(SimpleNamespace(workspace=workspace))._play(handle, tasks, examples))
+    return found
+
+
+def test_a_failed_example_is_played_again_up_to_max_attempts(tmp_path: Path) -> None:
+    found = builder_played(WithoutEndpoint, ["three", "once", "no"], tmp_path)
     assert [(one.score, one.error is None) for one in found] == [(5.0, True), (4.0, True), (None, False)]
     assert NUM_PLAYED == {"three": 1, "once": 2, "no": 3}
+
+
+def test_an_example_that_nobody_could_score_is_recorded_with_the_reason_and_not_played_again(tmp_path: Path) -> None:
+    (found,) = builder_played(Unscored, ["three"], tmp_path)
+    assert NUM_PLAYED == {"three": 1}
+    rollout = _rollout("x0/0", found, Selection())
+    assert "evaluator it raised KeyError" in str(rollout.missing_score)
+    assert (rollout.rewards, rollout.error, rollout.steps[-1].event_type) == ((), None, "WORKFLOW_END")
 
 
 def test_an_epoch_waits_for_the_endpoint_until_it_can_be_reached(tmp_path: Path) -> None:

@@ -256,6 +256,17 @@ def test_a_broken_record_is_a_failed_attempt_with_its_cause(play, rollout, messa
     assert message in played.last.message
 
 
+def test_a_record_without_a_score_is_a_missing_score_with_its_reason(play):
+    task = task_of(RecordedRollout(source_id="r7", steps=(exact([5], [6]),), missing_score="evaluator judge: HTTP 401"))
+    failed = play(task).last
+    assert (failed.cause, failed.message) == ("reward_error", "recorded rollout r7: evaluator judge: HTTP 401")
+    settings = task.settings.model_copy(update={"missing_score": "reject"})
+    rejected = play(task.model_copy(update={"settings": settings}))
+    rejected.assert_complete()
+    assert rejected.last.missing_scores == {"reward": "recorded rollout r7: evaluator judge: HTTP 401"}
+    assert len(rejected.steps) == 1
+
+
 def test_a_member_without_a_record_and_a_record_that_is_none_fail_with_their_causes(play):
     task = task_of(RecordedRollout(steps=(exact([5], [6]),)))
     assert "no recorded rollout for member 1: the task has only 1" in play(task, member=1).last.message
