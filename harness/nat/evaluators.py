@@ -19,7 +19,9 @@ from nat.data_models.evaluator import EvaluatorBaseConfig
 from pydantic import Field, computed_field
 
 from rollstream.harness.nat.configs import Explained
+from rollstream.producers.rollout.reply import text_of
 from rollstream.producers.rollout.rewards import Asked, FinishedRollout, RewardError, evaluate
+from rollstream.producers.traces.spans import json_value
 from rollstream.schemas.evaluators import LONG, MODELS, SECTION
 from rollstream.schemas.events import StepRecorded
 from rollstream.schemas.kafka import with_secrets
@@ -124,13 +126,14 @@ def _output(items: list[Any]) -> Any:
 
 
 def _finished(item: Any) -> FinishedRollout:
-    """An item of NAT's evaluation as a finished rollout with one question and one answer."""
+    """An item of NAT's evaluation as a finished rollout with one question and one answer, as JSON if it is not text."""
     entry = item.full_dataset_entry if isinstance(item.full_dataset_entry, dict) else {}
     inputs = {"question": item.input_obj, "answer": item.expected_output_obj, **entry}
     steps: tuple[StepRecorded, ...] = ()
     messages: tuple[dict[str, Any], ...] = ({"role": "user", "content": item.input_obj},)
     if item.output_obj is not None:
-        messages += ({"role": "assistant", "content": item.output_obj},)
+        text = text_of(json_value(item.output_obj))
+        messages += ({"role": "assistant", "content": text},)
         steps = (
             StepRecorded(
                 run_id="nat",
@@ -141,7 +144,7 @@ def _finished(item: Any) -> FinishedRollout:
                 agent=AGENT,
                 event_type="LLM_END",
                 uuid="nat",
-                data={"output": str(item.output_obj)},
+                data={"output": text},
             ),
         )
     return FinishedRollout(inputs, 0, steps, (), {AGENT: messages}, "done")

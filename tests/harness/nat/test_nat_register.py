@@ -43,6 +43,7 @@ FILE = {
         "evaluators": {
             "exact": {"_type": "exact_match", "ignore_case": True},
             "pattern": {"_type": "regex", "pattern": "^4"},
+            "schema": {"_type": "json_schema", "schema": {"type": "object", "required": ["answer"]}},
         }
     },
 }
@@ -141,27 +142,40 @@ def test_the_module_that_nat_imports_loads_no_heavy_library():
     assert out.stdout.strip() == "[] 0", "and other commands of NAT search no more folders than before"
 
 
-def test_evaluators_score_what_a_workflow_of_nats_answered():
-    config = Config.model_validate(FILE)
+def item_of(number: int, output: Any, answer: Any) -> EvalInputItem:
+    entry = {"question": "6*7", "answer": answer, "id": number}
+    return EvalInputItem(
+        id=number, input_obj="6*7", expected_output_obj=answer, output_obj=output, full_dataset_entry=entry
+    )
 
-    def item(number, output):
-        entry = {"question": "6*7", "answer": "42 OK", "id": number}
-        return EvalInputItem(
-            id=number, input_obj="6*7", expected_output_obj="42 OK", output_obj=output, full_dataset_entry=entry
-        )
 
-    async def evaluate(name):
-        block = config.eval.evaluators[name]
-        info = GlobalTypeRegistry.get().get_evaluator(type(block))
-        async with info.build_fn(block, BUILDER) as evaluator:
+def evaluated(name: str, *items: EvalInputItem) -> Any:
+    block: Any = Config.model_validate(FILE).eval.evaluators[name]
+
+    async def evaluate() -> Any:
+        async with GlobalTypeRegistry.get().get_evaluator(type(block)).build_fn(block, BUILDER) as evaluator:
             answer: Any = evaluator.evaluate_fn  # NAT awaits it, and declares it as a plain function
-            items = [item(1, "42 ok"), item(2, "4"), item(3, None)]
-            return await answer(EvalInput(eval_input_items=items))
+            return await answer(EvalInput(eval_input_items=[*items]))
 
-    exact, pattern = asyncio.run(evaluate("exact")), asyncio.run(evaluate("pattern"))
+    return asyncio.run(evaluate())
+
+
+def test_evaluators_score_what_a_workflow_of_nats_answered():
+    items = [item_of(number, output, "42 OK") for number, output in enumerate(["42 ok", "4", None])]
+    exact, pattern = evaluated("exact", *items), evaluated("pattern", *items)
     assert [found.score for found in exact.eval_output_items] == [1.0, 0.0, None]
     assert (exact.average_score, pattern.average_score) == (0.5, 1.0)
     assert "no answer" in exact.eval_output_items[2].error
+
+
+@pytest.mark.parametrize("result", [{"answer": True}, ["4", "2"], True, 42])
+def test_a_result_that_is_not_text_is_scored_as_json_as_the_right_answer_is(result):
+    assert evaluated("exact", item_of(1, result, result)).average_score == 1.0
+
+
+def test_a_result_that_is_not_text_is_the_json_that_a_schema_describes():
+    found = evaluated("schema", item_of(1, {"answer": "4"}, None), item_of(2, {"found": "4"}, None))
+    assert [one.score for one in found.eval_output_items] == [1.0, 0.0]
 
 
 class OthersExactMatch(EvaluatorBaseConfig, name="exact_match"):
