@@ -55,11 +55,17 @@ def _become(program: list[str], guard: int, memory: int) -> None:
         for number in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)  # Python ignores the last two, and so would a shell
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        memory = _at_most(resource.getrlimit(resource.RLIMIT_DATA)[1], memory)
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
         os.execvp(program[0], program)
     except OSError as error:
         os.write(2, f"{program[0]}: {error.strerror}\n".encode())
     os._exit(NOT_FOUND)
+
+
+def _at_most(hard: int, memory: int) -> int:
+    """The limit of data for `memory` bytes under a hard limit, which may be lower but not be raised."""
+    return min(memory, sys.maxsize if hard == resource.RLIM_INFINITY else hard)
 
 
 def _own_group(process: int) -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from rollstream.schemas.permissions import NOTHING, Permissions, check_entry
 from tests.producers.conftest import answers
 from tests.producers.gateway.gateway_rig import play_outside
 
+GUARD = Path(__file__).parents[3] / "producers/environments/program_guard.py"
 PLAYS = """
 import json, os, sys, urllib.request
 def post(url, body):
@@ -192,9 +194,19 @@ def test_processes_detached_by_setsid_end_with_their_rollout_or_its_timeout(tmp_
     assert all(is_gone(int(pid)) for pid in found)
 
 
+@pytest.mark.parametrize(
+    ("lower", "memory_mb", "expected"), [("ulimit -d 1048576; ", 4096, 1048576), ("", 1 << 60, None)]
+)
+def test_the_memory_limit_is_at_most_the_hard_one(lower, memory_mb, expected):
+    guarded = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(memory_mb), "sh", "-c", "ulimit -Hd"]
+    command = ["sh", "-c", f"{lower}exec {shlex.join(guarded)}"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert expected is None or int(found.stdout) == expected
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_program_and_what_it_started_die_with_a_producer_that_is_killed(tmp_path):
-    guard = Path(__file__).parents[3] / "producers/environments/program_guard.py"
     pids = tmp_path / "pids"
     line = f"sleep 1000 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait"
     parent = os.fork()
@@ -202,7 +214,7 @@ def test_a_program_and_what_it_started_die_with_a_producer_that_is_killed(tmp_pa
         child = os.fork()
         if child == 0:
             os.execv(
-                sys.executable, [sys.executable, "-I", "-S", str(guard), str(os.getppid()), "1000", "sh", "-c", line]
+                sys.executable, [sys.executable, "-I", "-S", str(GUARD), str(os.getppid()), "1000", "sh", "-c", line]
             )
         time.sleep(1000)
     while not pids.exists():
