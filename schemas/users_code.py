@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any, TypeVar
 
-from rollstream.schemas.errors import ConfigError, describe, nearest
+from rollstream.schemas.errors import ConfigError, RollstreamError, called_at, describe, nearest
 from rollstream.schemas.permissions import CODE
 
 V = TypeVar("V")
@@ -48,6 +48,13 @@ def import_module(name: str, location: str) -> ModuleType:
 def path_of(value: Any) -> str:
     """The path of a class or function: `module.Name`."""
     return f"{value.__module__}.{value.__qualname__}"
+
+
+def check_name(decorator: str, name: object) -> None:
+    """Raises ConfigError for a decorator without parentheses, whose `name` is the class or function itself."""
+    if not isinstance(name, str):
+        shown = getattr(name, "__name__", "NAME")
+        raise ConfigError(f'@{decorator} needs a name; write @{decorator}("{shown}")')
 
 
 def register(known: dict[str, Any], what: str, name: str, value: V) -> V:
@@ -96,7 +103,9 @@ def _importing(what: str, module: str) -> Generator[None]:
         yield
     except (Exception, SystemExit) as error:
         logger.info("%s cannot be imported", what, exc_info=error)
-        raise ConfigError(f"{what} cannot be imported: {describe(error)}; {_remedy(error, module)}") from error
+        source_line = called_at(error) if isinstance(error, RollstreamError) else ""
+        reason = f"{source_line}: {error}" if source_line else describe(error)
+        raise ConfigError(f"{what} cannot be imported: {reason}; {_remedy(error, module)}") from error
 
 
 def _remedy(error: BaseException, module: str) -> str:

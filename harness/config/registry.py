@@ -75,6 +75,10 @@ def discover(*, again: bool = False) -> None:
 
 
 def _register(known: Registered, what: str, base: ConfigType, config_type: ConfigType) -> Callable[[Build], Build]:
+    if inspect.isfunction(config_type):
+        decorator = f"register_{what.replace(' ', '_')}"
+        raise ConfigError(f"@{decorator} needs a configuration class; write @{decorator}(YOUR_CLASS)")
+
     def add(build: Build) -> Build:
         _check(known, what, base, config_type, build)
         known[config_type] = build

@@ -13,7 +13,7 @@ from rollstream.producers.protocols import builtin
 from rollstream.producers.protocols.base import InteractionProtocol, ProtocolSettings
 from rollstream.schemas.errors import ConfigError, first_invalid, nearest
 from rollstream.schemas.permissions import CODE
-from rollstream.schemas.users_code import import_named, register
+from rollstream.schemas.users_code import check_name, import_named, register
 
 T = TypeVar("T", bound=type[InteractionProtocol])
 _protocols: dict[str, type[InteractionProtocol]] = {
@@ -28,7 +28,7 @@ _protocols: dict[str, type[InteractionProtocol]] = {
 
 def register_protocol(name: str) -> Callable[[T], T]:
     """Decorator: a subclass of InteractionProtocol under `name`. Raises ConfigError for a name that is taken."""
-
+    check_name("register_protocol", name)
     return lambda found: register(_protocols, "protocol", name, found)
 
 

@@ -13,7 +13,7 @@ from rollstream.producers.rollout.rewards import RewardFunction
 from rollstream.producers.rollout.user_code import OURS, failed_imports_hint
 from rollstream.schemas.errors import ConfigError, describe, nearest
 from rollstream.schemas.permissions import CODE, COMMAND, Permissions, below, environment_path
-from rollstream.schemas.users_code import import_named, register
+from rollstream.schemas.users_code import check_name, import_named, register
 
 BUILT_IN = (
     "arithmetic",
@@ -35,11 +35,13 @@ _rewards: dict[str, RewardFunction] = {}
 
 def register_environment(name: str) -> Callable[[_T], _T]:
     """Decorator: an Environment class, or an async function of a session, under `name`."""
+    check_name("register_environment", name)
     return lambda value: register(_environments, "environment", name, value)
 
 
 def register_reward(name: str) -> Callable[[_T], _T]:
     """Decorator: a reward function (see `rewards.RewardFunction`) under `name`."""
+    check_name("register_reward", name)
     return lambda value: register(_rewards, "reward", name, value)
 
 

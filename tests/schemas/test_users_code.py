@@ -100,6 +100,29 @@ def test_an_entry_point_whose_module_raises_is_reported_alike(module: Callable[[
     )
 
 
+@pytest.mark.parametrize(
+    ("package", "decorator", "needed"),
+    [
+        ("producers.rollout.registry", "register_reward", 'a name; write @register_reward("brevity")'),
+        ("producers.rollout.registry", "register_environment", 'a name; write @register_environment("brevity")'),
+        ("producers.protocols.table", "register_protocol", 'a name; write @register_protocol("brevity")'),
+        (
+            "harness.config.registry",
+            "register_trainer_adapter",
+            "a configuration class; write @register_trainer_adapter(YOUR_CLASS)",
+        ),
+    ],
+)
+def test_a_decorator_without_parentheses_is_refused_where_it_stands(
+    package: str, decorator: str, needed: str, module: Callable[[str, str], str]
+) -> None:
+    name = f"without_parentheses_{decorator}"
+    source = f"from rollstream.{package} import {decorator}\n\n\n@{decorator}\ndef brevity(rollout):\n    return 1.0\n"
+    module(name, source)
+    message = message_of(lambda: import_named(f"python:{name}.brevity", "reward"))
+    assert f"{name}.py line 4, in <module>: @{decorator} needs {needed}; correct the module" in message
+
+
 def test_an_error_names_the_file_that_has_its_traceback(
     module: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
