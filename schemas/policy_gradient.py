@@ -100,7 +100,8 @@ class PolicyGradientSettings(AlgorithmSettings):
     (arXiv 2602.02710). gdpo: each of several rewards is normalised by itself first (arXiv 2601.05242).
     reinforce_pp_baseline: less the task's mean, then by the deviation of these differences in the batch
     (arXiv 2501.03262). group_mean_batch_std: the same by the deviation of the batch's rewards (arXiv 2508.08221). none:
-    the reward as it is.
+    the reward as it is. A new run with `num_generations: 1` whose file does not say otherwise has batch_std in place of
+    group_std, with a warning.
     """
     reward_weights: dict[str, FiniteFloat] = added({})
     """Weights by reward name, for gdpo; a reward without one has that of the run, see the builder's."""

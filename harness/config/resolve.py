@@ -40,10 +40,11 @@ from rollstream.schemas.permissions import Permissions, named_by_algorithm
 from rollstream.schemas.settings import EXTERNAL, CurriculumSettings, ModelSettings
 from rollstream.schemas.users_code import installed_entry
 
+ART_BUILDER = "openpipe_art_traj_builder"
 OUR_TYPES = (
     OURS,
     "openpipe_art_trainer",
-    "openpipe_art_traj_builder",
+    ART_BUILDER,
     "openpipe_art_trainer_adapter",
     "dpo_traj_builder",
 )

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rollstream.harness.config.checks import check_builder, warn, warn_meaningless
 from rollstream.harness.config.jobs import jobs_of, served_models
-from rollstream.harness.config.resolve import block_of, is_ours
-from rollstream.harness.config.rewards import check_agents
+from rollstream.harness.config.resolve import ART_BUILDER, block_of, is_ours
+from rollstream.harness.config.rewards import algorithm_of, check_agents
 from rollstream.harness.config.unused_keys import of_engine
 from rollstream.harness.runs.preflight import environment_of
 from rollstream.schemas import ids
@@ -210,6 +210,20 @@ def check_groups(config: RunConfig, finetune: FinetuneConfig, *, is_fork: bool =
         is_filtered = config.trainer.planning == "stream" or is_ours(block_of(finetune, "trainer"))
         for name, one in config.trained().items():
             _check_single(one, _specs(config)[name], is_filtered=is_filtered)
+        if block_of(finetune, "trajectory_builder").type != ART_BUILDER:  # whose users expect it, as in ART
+            _warn_default_advantage(config)
+
+
+def _warn_default_advantage(config: RunConfig) -> None:
+    """Warn that rewards are not compared as the default of `advantage` says."""
+    key = f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.advantage"
+    for one in config.trained().values():
+        written, used = (getattr(it, "advantage", "") for it in (one.adapter.algorithm, algorithm_of(one)))
+        if written != used:
+            warn(
+                f"{key}: {used} in place of the default {written}, because num_generations is 1 and {written} compares "
+                f"the rollouts of a task; write `advantage: {used}`, or raise num_generations"
+            )
 
 
 def _check_single(config: RunConfig, spec: JobSpec, *, is_filtered: bool) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.checks import check_ranks
+from rollstream.harness.config.checks import check_ranks, forget
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.runs.sampling_checks import check_groups, check_temperature, check_truncation
 from rollstream.schemas.algorithms import GrpoSettings
@@ -172,6 +172,30 @@ def test_one_rollout_a_task_is_refused_where_the_rollouts_of_a_task_are_compared
 )
 def test_one_rollout_a_task_is_enough_for_other_algorithms(written: dict[str, Any], algorithm: dict[str, Any]) -> None:
     check_one_rollout(written, **algorithm)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "builder", "num_warnings"),
+    [
+        ({"name": "grpo"}, "rollstream", 1),
+        ({"name": "grpo"}, "openpipe_art_traj_builder", 0),
+        ({"advantage": "batch_std"}, "rollstream", 0),
+        ({"name": "reinforce_pp"}, "rollstream", 0),
+        ({"name": "dpo"}, "rollstream", 0),
+    ],
+)
+def test_another_estimator_than_the_default_is_named_in_a_warning(
+    written: dict[str, Any],
+    algorithm: dict[str, Any],
+    builder: str,
+    num_warnings: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    forget()
+    written["trajectory_builders"]["b"]["_type"] = builder
+    check_one_rollout(written, **algorithm)
+    expected = "trainer_adapters.a.algorithm.advantage: batch_std in place of the default group_std, because num_"
+    assert sum(one.getMessage().startswith(expected) for one in caplog.records) == num_warnings
 
 
 @pytest.mark.parametrize(
