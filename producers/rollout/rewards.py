@@ -130,8 +130,17 @@ async def evaluate(name: str, function: RewardFunction, rollout: FinishedRollout
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise RewardError(f"reward {name} raised {describe(error)}") from error
     if isinstance(value, Mapping):
-        return {agent: finite(name, number) for agent, number in value.items()}
-    return {None: finite(name, value)}
+        return {agent: _score(name, number) for agent, number in value.items()}
+    return {None: _score(name, value)}
+
+
+def _score(name: str, value: Any) -> float:
+    if value is None:
+        raise NoScoreError(
+            f"reward {name} gave no score (None); return a number, or leave such rollouts out "
+            "(trajectory_builders.X.missing_score: reject)"
+        )
+    return finite(name, value)
 
 
 def check_own(name: str, location: str, own: Iterable[RewardRecorded]) -> None:

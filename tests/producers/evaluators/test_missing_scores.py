@@ -32,7 +32,8 @@ def test_a_missing_score_is_an_error_or_a_rejection_and_never_zero(play, names):
     failed = attempt(play, rewards=names).last
     assert isinstance(failed, RolloutFailed)
     assert failed.cause == "reward_error"
-    assert (names[0] if names else "finetuning.reward_function.name") in failed.message
+    no_score = "gave no score (None); return a number, or leave such rollouts out (trajectory_builders.X.missing_score"
+    assert (f"reward {names[0]} {no_score}" if names else "finetuning.reward_function.name") in failed.message
     rejected = attempt(play, rewards=names, missing_score="reject")
     rejected.assert_complete()
     assert isinstance(rejected.last, RolloutEnded)
