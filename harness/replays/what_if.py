@@ -98,13 +98,13 @@ async def what_if(
     check_temperature(config)
     recorded = _recorded_job(events)
     before = _of_first_group(config_file.resolve(dict(started.config), is_new=False).config)
-    spec = spec_of(config, before, recorded, _submitted(events, recorded), run_id)
+    spec, same = (spec_of(one, before, recorded, _submitted(events, recorded), run_id) for one in (config, before))
     what_if_plan.check(recorded, spec)
     curriculum = config_file.block_at(changes, "finetuning", "curriculum_learning")
     spec = what_if_plan.filtering(recorded, spec, steers=curriculum.get("steer") is True)
     base = _beginning(events, recorded, config)
-    for path in without_effect(events, recorded, changes):
-        warn(f"{'.'.join(path)}: accepted, but ignored here (a what-if trains recorded rollouts and has no use for it)")
+    for line in _ineffective(file, events, recorded, changes, is_same=_trains_alike(spec, same)):
+        warn(line)
     dataset = dataset_of(events, source.artifacts)
     rewards = await _rewards(source.log, events, recorded, spec, config, on_progress)
     on_progress("planning")
@@ -224,6 +224,20 @@ def _changes(file: Path) -> dict[str, JsonValue]:
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     return changes
+
+
+def _trains_alike(one: JobSpec, other: JobSpec) -> bool:
+    return what_if_plan.without_task_choice(one) == what_if_plan.without_task_choice(other)
+
+
+def _ineffective(
+    file: Path, events: RunEvents, job: JobStarted, changes: dict[str, JsonValue], *, is_same: bool
+) -> Iterator[str]:
+    """Warnings of keys without an effect. `is_same`: none of them has one."""
+    for path in without_effect(events, job, changes):
+        yield f"{'.'.join(path)}: accepted, but ignored here (a what-if trains recorded rollouts and has no use for it)"
+    if is_same:
+        yield f"{file}: changes no setting that a what-if uses, so it is the run trained again; write other values"
 
 
 def without_effect(events: RunEvents, job: JobStarted, changes: dict[str, JsonValue]) -> Iterator[tuple[str, ...]]:

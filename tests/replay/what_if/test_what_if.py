@@ -381,6 +381,16 @@ def test_changed_keys_without_an_effect_on_a_what_if_are_printed(recorded, monke
     ]
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "is_unchanged"),
+    [({"learning_rate": 1e-2}, True), ({"learning_rate": 5e-3}, False)],
+)
+def test_a_file_that_changes_no_setting_is_reported(recorded, optimizer, is_unchanged, caplog):
+    forget()
+    asked(recorded, {"trainer_adapters": {"learner": {"optimizer": optimizer}}})
+    assert any("changes no setting that a what-if uses" in one for one in caplog.messages) == is_unchanged
+
+
 def test_keys_are_tried_without_warnings_of_the_others(recorded, caplog):
     forget()
     events = asyncio.run(read_run(recorded.log, "replayed"))
