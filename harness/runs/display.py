@@ -1,5 +1,6 @@
 """A run's progress for a person: one live line on a terminal, a plain line every ten seconds elsewhere."""
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from rollstream.harness.services.live_line import LiveLine
 
 REWARDS_SHOWN = 10
 """Epochs whose mean reward is shown."""
+UNCLAIMED_S = 60.0
+"""Time without a learner after which the remedy is printed."""
 
 
 class Display:
@@ -17,14 +20,29 @@ class Display:
 
     def __init__(self, stream: TextIO = sys.stdout, clock: Callable[[], float] = time.monotonic) -> None:
         self._line = LiveLine(stream, clock)
+        self._clock = clock
+        self._unclaimed: tuple[str, float] = ("", 0.0)
+        """The job that no learner has claimed, and when to print that; infinite once it is printed."""
         self._rate = Rate(clock)
         self._status = ""
 
     def update(self, progress: Progress) -> None:
         """Show where the run is, if it is time to."""
         self._rate.update(progress)
+        self._warn_unclaimed(progress)
         if self._line.is_due():
             self._line.show(line_of(progress, self._rate.eta_s(progress), self._status))
+
+    def _warn_unclaimed(self, progress: Progress) -> None:
+        job_id = unclaimed_job(progress)
+        if job_id != self._unclaimed[0]:
+            self._unclaimed = (job_id, self._clock() + UNCLAIMED_S)
+        if job_id and self._clock() >= self._unclaimed[1]:
+            self._unclaimed = (job_id, math.inf)
+            self.print(
+                f"no learner has claimed job {job_id} for {UNCLAIMED_S:.0f} s; with external services, start "
+                "`rollstream serve learner`; `rollstream status` lists the services of this workspace"
+            )
 
     def show_status(self, text: str) -> None:
         """Say something at once, and keep saying it with the progress; an empty text ends it."""
@@ -80,6 +98,14 @@ def current_job(progress: Progress) -> tuple[str, JobProgress] | None:
     """Id and state of the job that was submitted last."""
     submitted = [(job_id, job) for job_id, job in progress.jobs.items() if job.submitted is not None]
     return submitted[-1] if submitted else None
+
+
+def unclaimed_job(progress: Progress) -> str:
+    """Id of the current job if it waits for a learner and none has claimed its model group; else empty."""
+    found = current_job(progress)
+    if found is None or found[1].started is not None or found[1].outcome is not None or found[1].submitted is None:
+        return ""
+    return "" if found[1].submitted.model_group in progress.owners else found[0]
 
 
 def line_of(progress: Progress, eta_s: float | None, status: str) -> str:

@@ -1,5 +1,7 @@
 """The tables of jobs and engines: one line a job, with its state as the log says it, or a model group of an engine."""
 
+import io
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 
 from rollstream.harness.cli.status import engines_table
 from rollstream.harness.cli.terminal import jobs_table, runs_table
-from rollstream.harness.runs.display import line_of
+from rollstream.harness.runs.display import UNCLAIMED_S, Display, line_of
 from rollstream.harness.runs.outcome import Outcome, _means, _rewards
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress, evolve
@@ -21,6 +23,7 @@ from rollstream.schemas.events import (
     JobStarted,
     JobSubmitted,
     JobSucceeded,
+    LearnerClaimed,
     RunEnded,
     StepTrained,
     WeightsLoaded,
@@ -113,6 +116,22 @@ def test_rewards_of_several_model_groups_are_named_with_the_epochs_that_they_are
     )
     line = line_of(replace(progress, jobs=dict(sorted(progress.jobs.items(), reverse=True))), None, "")
     assert "reward seekers 1.450, tellers 1.550 (mean of 10 epochs)" in line
+
+
+def test_a_job_that_no_learner_claims_is_reported_once_with_the_remedy(script: SimpleNamespace) -> None:
+    shown, times = io.StringIO(), itertools.count(0, UNCLAIMED_S / 4)
+    display = Display(shown, clock=lambda: next(times))
+    group = JOB["model_group"]
+    settings = script.job_spec("rl").job
+    submitted = evolve(Progress("run-1"), JobSubmitted(**JOB, base_version=0, settings=settings))
+    claimed = evolve(submitted, LearnerClaimed(run_id="run-1", time_ms=6, model_group=group, term=1, learner="l"))
+    for progress in [submitted] * 20 + [claimed] * 20:
+        display.update(progress)
+    lines = [one for one in shown.getvalue().splitlines() if "rollstream serve learner" in one]
+    assert lines == [
+        "no learner has claimed job run-1/rl for 60 s; with external services, start `rollstream serve learner`; "
+        "`rollstream status` lists the services of this workspace"
+    ]
 
 
 def test_a_skipped_job_has_a_line_of_its_own_with_the_version_that_stays(script: SimpleNamespace) -> None:
