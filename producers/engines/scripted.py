@@ -53,7 +53,7 @@ class ScriptedTokenizer:
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> str:
         """Text of messages; `add_generation_prompt=True` opens the answer. Only `tokenize=False` is known."""
-        text = "".join(f"<{message['role']}>{message['content']}<end>" for message in conversation)
+        text = "".join(f"<{message['role']}>{message.get('content', '')}<end>" for message in conversation)
         return text + "<assistant>" if options.get("add_generation_prompt") else text
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -150,6 +150,9 @@ def plain_messages(messages: Sequence[Any]) -> list[Message]:
             'messages: expected a list of messages such as [{"role": "user", "content": "..."}], not '
             f"{one_line(repr(messages), 100)}"
         )
+    for index, one in enumerate(found):
+        if "content" not in one and one["role"] != "assistant":  # an answer of tool calls alone may have none
+            raise EnvironmentRunError(f"messages[{index}]: {one_line(repr(one), 100)} has no content; give a text")
     return found
 
 

@@ -149,6 +149,13 @@ async def sends_no_role(session):
     await session.chat([{"content": "hello"}])
 
 
+@register_environment("test_sends_no_content")
+async def sends_no_content(session):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    await session.chat([*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "3"}])
+    await session.chat([*HELLO, {"role": "user"}])
+
+
 @register_environment("test_forgives")
 async def forgives(session):
     with contextlib.suppress(ModelError):
@@ -251,6 +258,16 @@ def test_messages_of_another_form_are_refused_with_the_right_one(play, name, sen
     assert "messages: expected a list of messages such as " in failed.message
     assert f"not {sent} (test_rollout.py line " in failed.message
     assert failed.message.endswith(f", in {name})")
+
+
+def test_a_message_without_content_is_refused_unless_it_is_an_answer(play):
+    played = play(task_of("test_sends_no_content"))
+    assert len(played.steps) == 1
+    line = sends_no_content.__code__.co_firstlineno + 4
+    assert played.last.message == (
+        "environment test_sends_no_content: messages[1]: {'role': 'user'} has no content; give a text "
+        f"(test_rollout.py line {line}, in sends_no_content)"
+    )
 
 
 def test_an_engine_error_fails_the_attempt_even_if_the_environment_catches_it(play):
