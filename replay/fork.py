@@ -20,6 +20,7 @@ from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 from rollstream.schemas.events import RunStarted, WeightsCollected, WeightsPublished
 from rollstream.schemas.events.training import ForkPoint
+from rollstream.schemas.finetuning import adapter_path
 from rollstream.schemas.settings import LoraSettings
 from rollstream.schemas.variables import expand, variables_in
 
@@ -48,7 +49,7 @@ async def check_fork(log: EventLog, artifacts: ArtifactStore, config: RunConfig,
 
 async def check_versions(log: EventLog, artifacts: ArtifactStore, config: RunConfig) -> None:
     """Raises ConfigError for a model group whose section names a version that it cannot begin with."""
-    location = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
+    location = adapter_path(config.finetuning, "model_groups")
     for name, one in config.by_group().items():
         section = config.adapter.model_groups.get(name)
         if section is not None and section.version is not None:

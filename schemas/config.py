@@ -21,7 +21,7 @@ from rollstream.schemas.algorithms import Algorithm, GrpoSettings
 from rollstream.schemas.base import UserPath
 from rollstream.schemas.engine_settings import EngineBlock, TransformersSettings
 from rollstream.schemas.evaluators import DatasetSection
-from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
+from rollstream.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig, adapter_path
 from rollstream.schemas.kafka import KafkaSection, Servers
 from rollstream.schemas.league import LeagueSettings
 from rollstream.schemas.services import EndpointSection, ModelGroupSection
@@ -383,6 +383,11 @@ class RunConfig(Settings):
         """The configuration as it applies to each model group, by name in the order of the agents."""
         names = dict.fromkeys(self.agents.values()) or {ids.MODEL_GROUP: None}
         return {name: self.model_copy(update={"adapter": self.adapter.of_group(name)}) for name in names}
+
+    def group_path(self, name: str, key: str) -> str:
+        """Path of a model group's `model`, `algorithm` or `optimizer`: in its own section where that gives one."""
+        own = getattr(self.adapter.model_groups.get(name), key.partition(".")[0], None)
+        return adapter_path(self.finetuning, key if own is None else f"model_groups.{name}.{key}")
 
     def trained(self) -> dict[str, "RunConfig"]:
         """Those of `by_group` that are trained; the job of the first plans the tasks."""

@@ -6,7 +6,7 @@ a component written for their harness runs unchanged; what rollstream's own YAML
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -177,6 +177,38 @@ class FinetuneRunConfig(BaseModel):
     validation_dataset: str | Path | None = None
     validation_interval: int = Field(default=5, ge=1)
     validation_config_file: str | Path | None = None
+
+
+class ComponentNames(Protocol):
+    """The names of a run's three component blocks, as the `finetuning` section has them."""
+
+    @property
+    def trainer(self) -> str | None: ...
+
+    @property
+    def trajectory_builder(self) -> str | None: ...
+
+    @property
+    def trainer_adapter(self) -> str | None: ...
+
+
+def builder_path(names: ComponentNames, key: str = "") -> str:
+    """Path of the run's trajectory builder in the configuration file, or of a key in its block."""
+    return _below(f"trajectory_builders.{names.trajectory_builder}", key)
+
+
+def adapter_path(names: ComponentNames, key: str = "") -> str:
+    """Path of the run's trainer adapter in the configuration file, or of a key in its block."""
+    return _below(f"trainer_adapters.{names.trainer_adapter}", key)
+
+
+def trainer_path(names: ComponentNames, key: str = "") -> str:
+    """Path of the run's trainer in the configuration file, or of a key in its block."""
+    return _below(f"trainers.{names.trainer}", key)
+
+
+def _below(block: str, key: str) -> str:
+    return f"{block}.{key}" if key else block
 
 
 class FinetuneConfig(BaseModel):

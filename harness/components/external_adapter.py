@@ -33,6 +33,7 @@ from rollstream.schemas.finetuning import (
     TrainingJobStatus,
     TrainingStatusEnum,
     TrajectoryCollection,
+    adapter_path,
 )
 from rollstream.schemas.settings import EXTERNAL
 from rollstream.schemas.variables import conceal
@@ -63,7 +64,7 @@ def recording(adapter: TrainerAdapter, handle: RunHandle, finetune: FinetuneConf
         return adapter
     if handle.spec.job.kind != EXTERNAL:
         raise ConfigError(
-            f"trainer_adapters.{finetune.trainer_adapter}: {type(adapter).__name__} is not derived from "
+            f"{adapter_path(finetune)}: {type(adapter).__name__} is not derived from "
             "RollstreamTrainerAdapter, but its configuration is from RollstreamTrainerAdapterConfig, whose model the "
             "learner trains; derive both, or derive the configuration from TrainerAdapterConfig for your own backend"
         )
@@ -99,7 +100,7 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         for epoch in sorted(handle.job.submitted.keys() - handle.job.seals.keys()):
             await epochs.sealed(handle, epoch)  # so that no other process starts it again
         if not await self.is_healthy():
-            location = f"trainer_adapters.{run_config.trainer_adapter}"
+            location = adapter_path(run_config)
             raise ConfigError(
                 f"{location}: its training backend is not healthy (is_healthy() returned false); start it first"
             )

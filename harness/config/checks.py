@@ -24,7 +24,7 @@ from rollstream.schemas.base import Locator
 from rollstream.schemas.config import RunConfig, TrainerSection
 from rollstream.schemas.errors import ConfigError, ModelError
 from rollstream.schemas.events.training import AttemptOutcome, GroupClosed, MemberRef
-from rollstream.schemas.finetuning import FinetuneConfig
+from rollstream.schemas.finetuning import FinetuneConfig, adapter_path, builder_path, trainer_path
 from rollstream.schemas.permissions import URL, shown
 from rollstream.schemas.settings import JobSpec, Sampling
 from rollstream.schemas.topics import TOPICS
@@ -140,7 +140,7 @@ def forget() -> None:
 
 def check_trackers(config: RunConfig) -> None:
     """Raises ConfigError for a tracker whose package or class is not there."""
-    location = f"trainers.{config.finetuning.trainer}.trackers"
+    location = trainer_path(config.finetuning, "trackers")
     if config.builder.services == "external":
         names = ["trackers"] if config.trainer.trackers else []
         warn_meaningless(location.rpartition(".")[0], names, "with external services start `rollstream serve tracker`")
@@ -157,7 +157,7 @@ def check_builder(config: RunConfig) -> None:
 
     Recorded runs may have such keys.
     """
-    location, rewards = f"trajectory_builders.{config.finetuning.trajectory_builder}", config.builder.rewards
+    location, rewards = builder_path(config.finetuning), config.builder.rewards
     twice = next((name for index, name in enumerate(rewards) if name in rewards[:index]), None)
     if twice is not None:
         raise ConfigError(
@@ -168,14 +168,14 @@ def check_builder(config: RunConfig) -> None:
         raise ConfigError(f"{location}.agents: is empty; name at least one agent, or leave the key out")
     if config.adapter.seed >= 2**63:
         raise ConfigError(
-            f"trainer_adapters.{config.finetuning.trainer_adapter}.seed: is {config.adapter.seed}, and the metrics "
+            f"{adapter_path(config.finetuning, 'seed')}: is {config.adapter.seed}, and the metrics "
             "hold numbers below 2^63; give a smaller one"
         )
 
 
 def check_trainer(finetune: FinetuneConfig, trainer: TrainerSection) -> None:
     """Raises ConfigError for settings that a streamed run does not support."""
-    location = f"trainers.{finetune.trainer}"
+    location = trainer_path(finetune)
     wanted = {"early_stopping": trainer.early_stopping is not None, "validation_required": trainer.validation_required}
     names = [name for name, is_wanted in wanted.items() if is_wanted]
     if names and trainer.planning == "stream":
@@ -369,7 +369,7 @@ def check_ranks(config: RunConfig, jobs: Iterable[JobSpec]) -> None:
 
     As many GPUs as processes are needed, or none at all.
     """
-    num, location = config.adapter.ranks, f"trainer_adapters.{config.finetuning.trainer_adapter}.ranks"
+    num, location = config.adapter.ranks, adapter_path(config.finetuning, "ranks")
     if num == 1:
         return
     if config.is_external or config.builder.services == "external":

@@ -19,7 +19,7 @@ from rollstream.harness.services.addresses import is_this_machine, is_unspecifie
 from rollstream.producers.rollout import registry
 from rollstream.schemas.config import BuilderSection, ConfigFile, ForeignBlock, RunConfig
 from rollstream.schemas.errors import ConfigError, first_invalid
-from rollstream.schemas.finetuning import FinetuneConfig
+from rollstream.schemas.finetuning import FinetuneConfig, adapter_path, builder_path
 from rollstream.schemas.permissions import CODE, NOTHING, Permissions
 from rollstream.schemas.services import LOOPBACK, EndpointSection
 from rollstream.schemas.variables import expand
@@ -85,9 +85,9 @@ def check_sampling(config: RunConfig, finetune: FinetuneConfig) -> None:
     for key in DEFAULTS if llms else ():
         found = {f"llms.{name}.{key}": _number(block, key) for name, block in llms.items()}
         if key == "temperature" and "temperature" in algorithm.model_fields_set:
-            found[f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.temperature"] = algorithm.temperature
+            found[adapter_path(config.finetuning, "algorithm.temperature")] = algorithm.temperature
         if key in sampling.model_fields_set:
-            location = f"trajectory_builders.{config.finetuning.trajectory_builder}.sampling.{key}"
+            location = builder_path(config.finetuning, f"sampling.{key}")
             found[location] = getattr(sampling, key)
         _check_equal(found, algorithm.name)
 

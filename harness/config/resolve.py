@@ -34,7 +34,7 @@ from rollstream.schemas.config import (
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import DatasetSection, Evaluator, kind_of
 from rollstream.schemas.events.recorded import MADE_ELSEWHERE, RECORDED
-from rollstream.schemas.finetuning import FinetuneConfig
+from rollstream.schemas.finetuning import FinetuneConfig, adapter_path, builder_path
 from rollstream.schemas.kafka import KafkaSection
 from rollstream.schemas.permissions import Permissions, named_by_algorithm
 from rollstream.schemas.settings import EXTERNAL, CurriculumSettings, ModelSettings
@@ -78,7 +78,7 @@ def run_config_of(finetune: FinetuneConfig) -> RunConfig:
     check_trainer(finetune, trainer)
     reward = finetune.reward_function
     environment = _environment(finetune, builder, file.workflow)
-    builder = _with_kept_ids(f"trajectory_builders.{finetune.trajectory_builder}", builder, adapter, environment)
+    builder = _with_kept_ids(builder_path(finetune), builder, adapter, environment)
     is_external = not hasattr(blocks["trainer_adapter"], "section")
     if is_external:
         _check_external(finetune, environment)
@@ -119,12 +119,12 @@ def _with_nat(finetune: FinetuneConfig, builder: BuilderSection, file: Any) -> B
     adapter = block_of(finetune, "trainer_adapter")
     if not hasattr(adapter, "section"):
         raise ConfigError(
-            f"trainer_adapters.{finetune.trainer_adapter}: trains with another backend, so the llms of the workflow "
+            f"{adapter_path(finetune)}: trains with another backend, so the llms of the workflow "
             f"cannot be redirected; write a trajectory builder for it, or serve the workflow and give --endpoint"
         )
     if builder.services == "external":
         raise ConfigError(
-            f"trajectory_builders.{finetune.trajectory_builder}.services: external services have no endpoint for the "
+            f"{builder_path(finetune, 'services')}: external services have no endpoint for the "
             f"llms of a NAT workflow; use managed services, or serve the workflow and give --endpoint"
         )
     nat_workflows.check(
@@ -213,8 +213,8 @@ def _with_log(finetune: FinetuneConfig, builder: BuilderSection, adapter: Any) -
         mine = getattr(builder, name)
         if name in builder.model_fields_set and mine not in (value, _PLAIN):
             raise ConfigError(
-                f"trainer_adapters.{finetune.trainer_adapter}.{name}: differs from trajectory_builders."
-                f"{finetune.trajectory_builder}.{name}; a run has one log, so set it in only one of them"
+                f"{adapter_path(finetune, name)}: differs from {builder_path(finetune, name)}; a run has one log, so "
+                "set it in only one of them"
             )
     return builder.model_copy(update=changes)
 
@@ -223,7 +223,7 @@ def _adapter(finetune: FinetuneConfig, block: Any, builder: Any) -> AdapterSecti
     if not hasattr(block, "section"):
         return AdapterSection(model=ModelSettings(path=EXTERNAL))
     section: AdapterSection = block.section()
-    location = f"trainer_adapters.{finetune.trainer_adapter}"
+    location = adapter_path(finetune)
     algorithm = _own_settings(section.algorithm, f"{location}.algorithm")
     groups = dict(section.model_groups)
     for name, one in groups.items():
@@ -235,13 +235,13 @@ def _adapter(finetune: FinetuneConfig, block: Any, builder: Any) -> AdapterSecti
 
 def _check_groups(finetune: FinetuneConfig, config: RunConfig) -> None:
     """Raises ConfigError for model groups that do not fit the agents, or that a run cannot have."""
-    location = f"trainer_adapters.{finetune.trainer_adapter}.model_groups"
+    location = adapter_path(finetune, "model_groups")
     groups, named = config.adapter.model_groups, config.by_group()
     for name, group in groups.items():
         if name not in named:
             raise ConfigError(
                 f"{location}.{name}: no agent speaks through this model group (in use: {', '.join(named)}); set "
-                f"trajectory_builders.{finetune.trajectory_builder}.agents to {{AGENT: {name}}}, or remove the block"
+                f"{builder_path(finetune, 'agents')} to {{AGENT: {name}}}, or remove the block"
             )
         if group.endpoint is not None and (group.model is not None or group.version is not None):
             raise ConfigError(f"{location}.{name}.endpoint: others hold this model's weights; remove model and version")
@@ -252,7 +252,7 @@ def _check_groups(finetune: FinetuneConfig, config: RunConfig) -> None:
     is_streamed = config.trainer.planning == "stream" and config.served is None and not config.is_external
     if len(named) > 1 and not is_streamed:
         raise ConfigError(
-            f"trajectory_builders.{finetune.trajectory_builder}.agents: several model groups ({', '.join(named)}) need "
+            f"{builder_path(finetune, 'agents')}: several model groups ({', '.join(named)}) need "
             "a streamed run of rollstream's own components without an endpoint; set planning: stream, or name the "
             "agents in a list"
         )
@@ -279,7 +279,7 @@ def _check_external(finetune: FinetuneConfig, environment: str) -> None:
         return
     block = block_of(finetune, "trainer_adapter")
     raise ConfigError(
-        f"trainer_adapters.{finetune.trainer_adapter}._type: {getattr(block, 'type', None)!r} trains with another "
+        f"{adapter_path(finetune, '_type')}: {getattr(block, 'type', None)!r} trains with another "
         f"backend, so environment {environment} has no local model; use your own trajectory builder or --endpoint "
         f"URL, or derive the adapter's configuration from RollstreamTrainerAdapterConfig"
     )
@@ -292,8 +292,8 @@ def _of_pairs(finetune: FinetuneConfig, algorithm: AlgorithmSettings, builder: A
         return algorithm
     if algorithm.pair_settings is None:
         raise ConfigError(
-            f"trainer_adapters.{finetune.trainer_adapter}.algorithm.name: is {algorithm.name!r}; "
-            f"trajectory_builders.{finetune.trajectory_builder} builds preference pairs; set it to an algorithm that "
+            f"{adapter_path(finetune, 'algorithm.name')}: is {algorithm.name!r}; "
+            f"{builder_path(finetune)} builds preference pairs; set it to an algorithm that "
             f"trains on them ({', '.join(OF_PAIRS)}, or your own)"
         )
     left = {name: value for name, value in wanted.items() if name not in algorithm.model_fields_set}
@@ -374,7 +374,7 @@ def _environment(finetune: FinetuneConfig, builder: BuilderSection, workflow: An
     if found is not None:
         return found
     if workflow is None:
-        location = f"trajectory_builders.{finetune.trajectory_builder}.environment"
+        location = builder_path(finetune, "environment")
         raise ConfigError(f"{location}: missing; name an environment here or in workflow")
     return RECORDED
 

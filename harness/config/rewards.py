@@ -18,6 +18,7 @@ from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, nearest
 from rollstream.schemas.evaluators import SECTION, Evaluator, LlmJudge, answer_key, kind_of
 from rollstream.schemas.events.recorded import INPUT, MADE_ELSEWHERE, RECORDED, RecordedMember, RecordedRollout
+from rollstream.schemas.finetuning import builder_path
 from rollstream.schemas.permissions import (
     COMMAND,
     GATEWAY,
@@ -63,7 +64,7 @@ def warn_weights(config: RunConfig) -> None:
         near = nearest(name, known - weights.keys())
         if near is not None:
             warn(
-                f"trajectory_builders.{config.finetuning.trajectory_builder}.reward_weights: {name}: no reward of the "
+                f"{builder_path(config.finetuning, 'reward_weights')}: {name}: no reward of the "
                 f"file has this name, and {near} has no weight of its own; did you mean {near}?"
             )
 
@@ -112,7 +113,7 @@ def _is_rewarded(rollout: RecordedRollout) -> bool:
 
 
 def _unrewarded(config: RunConfig, location: str) -> ConfigError:
-    key = f"trajectory_builders.{config.finetuning.trajectory_builder}.rewards"
+    key = builder_path(config.finetuning, "rewards")
     chosen = config.finetuning.reward_function
     name = None if chosen is None or chosen.name == ENVIRONMENT else chosen.name
     why = f"{key} is empty" if name is None else f"finetuning.reward_function does not run {name} for recorded rollouts"
@@ -238,9 +239,9 @@ def check_examples(config: RunConfig, examples: Sequence[Example], location: str
         _check_recorded(config, examples, location)
     evaluators = {name: read(name, block, permissions_of(config)) for name, block in evaluators_of(config).items()}
     needed = [(f"{SECTION}.{name}.{field}", key) for name, one in evaluators.items() for field, key in _keys(one)]
-    teachers = [teacher_of(one.adapter.algorithm) for one in config.trained().values()]
-    keys = dict.fromkeys(key for teacher in teachers if teacher is not None for key in teacher.keys)
-    needed += [(f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.context", key) for key in keys]
+    teachers = {name: teacher_of(one.adapter.algorithm) for name, one in config.trained().items()}
+    keys = [(name, key) for name, one in teachers.items() if one is not None for key in one.keys]
+    needed += dict.fromkeys((config.group_path(name, "algorithm.context"), key) for name, key in keys)
     for example in examples if needed else ():
         for path, key in needed:
             if key not in example.inputs:
@@ -273,4 +274,4 @@ def path_of(config: RunConfig, name: str) -> str:
         return f"{SECTION}.{name}"
     if chosen is not None and chosen.name == name:
         return "finetuning.reward_function.name"
-    return f"trajectory_builders.{config.finetuning.trajectory_builder}.rewards"
+    return builder_path(config.finetuning, "rewards")

@@ -12,7 +12,7 @@ from rollstream.harness.config.jobs import served_models
 from rollstream.schemas.config import AdapterSection, EvalSection, FinetuningSection, RunConfig
 from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.events.recorded import MADE_ELSEWHERE
-from rollstream.schemas.finetuning import CurriculumLearningConfig
+from rollstream.schemas.finetuning import CurriculumLearningConfig, adapter_path, builder_path, trainer_path
 from rollstream.schemas.settings import CurriculumSettings, OptimizerSettings
 
 _STARTED_HERE = (
@@ -65,7 +65,7 @@ def unused_keys(config: RunConfig, blocks: Blocks, finetuning: FinetuningSection
 
 
 def _of_builder(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
-    location, block = f"trajectory_builders.{config.finetuning.trajectory_builder}", blocks.builder
+    location, block = builder_path(config.finetuning), blocks.builder
     if not hasattr(block, "section"):
         return
     yield _reward(location, block)
@@ -95,7 +95,7 @@ def _of_builder(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
 
 
 def _of_adapter(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
-    location, block, adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}", blocks.adapter, config.adapter
+    location, block, adapter = adapter_path(config.finetuning), blocks.adapter, config.adapter
     if not hasattr(block, "section"):
         return
     yield _reward(location, block)
@@ -103,7 +103,7 @@ def _of_adapter(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
         yield Unused(f"{location}.algorithm", names, why)
     yield from _of_optimizer(f"{location}.optimizer", adapter.optimizer)
     yield from _of_groups(f"{location}.model_groups", adapter)
-    yield from _of_dropout(location, config)
+    yield from _of_dropout(config)
     if adapter.warm_start is not None:
         yield from _of_optimizer(f"{location}.warm_start.optimizer", adapter.warm_start.optimizer)
     if block.endpoint is not None:
@@ -150,21 +150,19 @@ def _of_groups(location: str, adapter: AdapterSection) -> Iterator[Unused]:
             yield from _of_optimizer(f"{where}.optimizer", group.optimizer)
 
 
-def _of_dropout(location: str, config: RunConfig) -> Iterator[Unused]:
+def _of_dropout(config: RunConfig) -> Iterator[Unused]:
     """Dropout of adapters that is off in every job. A warm start is supervised and has it."""
     adapter = config.adapter
     jobs: dict[str, list[AdapterSection]] = {}
     for name, one in config.trained().items():
-        group = adapter.model_groups.get(name)
-        is_own = group is not None and group.model is not None
-        jobs.setdefault(f"{location}.model_groups.{name}" if is_own else location, []).append(one.adapter)
+        jobs.setdefault(config.group_path(name, "model.lora"), []).append(one.adapter)
     for where, sections in jobs.items():
         lora, algorithms = sections[0].model.lora, [one.algorithm for one in sections]
         if lora is None or adapter.warm_start is not None or not all(one.needs.compares_logprobs for one in algorithms):
             continue
         compared = " and ".join(sorted({one.name for one in algorithms}))
         why = f"{compared}: the loss compares log-probabilities that are computed without dropout; leave it out"
-        yield Unused(f"{where}.model.lora", given(lora, ["dropout"]), why)
+        yield Unused(where, given(lora, ["dropout"]), why)
 
 
 def of_engine(location: str, engine: EngineSettings, config: RunConfig) -> Iterator[Unused]:
@@ -185,7 +183,7 @@ def _of_optimizer(location: str, optimizer: OptimizerSettings) -> Iterator[Unuse
 
 
 def _of_trainer(config: RunConfig, blocks: Blocks) -> Iterator[Unused]:
-    location, block = f"trainers.{config.finetuning.trainer}", blocks.trainer
+    location, block = trainer_path(config.finetuning), blocks.trainer
     if not hasattr(block, "section"):
         return
     yield _reward(location, block)

@@ -133,9 +133,9 @@ def _unexpanded_token(config: RunConfig, written: Mapping[str, Any]) -> Endpoint
         return served
     token = block_at(written, "trainer_adapters", config.finetuning.trainer_adapter, "endpoint").get("token")
     if not isinstance(token, str):
+        location = finetuning.adapter_path(config.finetuning, "endpoint.token")
         raise ConfigError(
-            "trainer_adapters: endpoint.token is already expanded and cannot be stored; set "
-            "ROLLSTREAM_ENDPOINT_TOKEN instead"
+            f"{location}: is already expanded and cannot be stored; set ROLLSTREAM_ENDPOINT_TOKEN instead"
         )
     return served.model_copy(update={"token": token})
 

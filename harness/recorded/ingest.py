@@ -24,6 +24,7 @@ from rollstream.harness.services.workspace import Workspace
 from rollstream.producers.traces.spans import Selection
 from rollstream.schemas.errors import ConfigError, DecodeError
 from rollstream.schemas.events.recorded import RECORDED, RecordedGroup
+from rollstream.schemas.finetuning import adapter_path
 from rollstream.schemas.kafka import KafkaSettings
 
 FOLDER = "ingested"
@@ -72,7 +73,7 @@ def prepare(file: Path, config: Path, workspace: Path, overrides: Overrides, *, 
     num_tasks = min(settings.adapter.tasks_per_epoch, len(ingested.groups))
     more = [
         (f"trajectory_builders.{builder}.num_generations", str(ingested.largest)),
-        (f"trainer_adapters.{settings.finetuning.trainer_adapter}.tasks_per_epoch", str(num_tasks)),
+        (adapter_path(settings.finetuning, "tasks_per_epoch"), str(num_tasks)),
     ]
     if settings.adapter.algorithm.is_imitation and "min_generations" not in settings.builder.model_fields_set:
         more.append((f"trajectory_builders.{builder}.min_generations", "1"))

@@ -95,7 +95,7 @@ async def what_if(
     written = merged(dict(started.config), changes)
     config = _of_first_group(config_file.resolve(written, is_new=False).config)
     run_id = ids.new_run_id(f"{started.name}-what-if")
-    check_temperature(config)
+    check_temperature(config, next(iter(config.trained())))
     recorded = _recorded_job(events)
     before = _of_first_group(config_file.resolve(dict(started.config), is_new=False).config)
     spec, same = (spec_of(one, before, recorded, _submitted(events, recorded), run_id) for one in (config, before))
@@ -325,7 +325,7 @@ def _beginning(events: RunEvents, recorded: JobStarted, config: RunConfig) -> We
             f"run {events.run_id} no longer has its base version {recorded.base_version}; use an export of the run"
         )
     path = config.adapter.model.path
-    check_model(str(expand(path, os.environ)), f"trainer_adapters.{config.finetuning.trainer_adapter}.model.path")
+    check_model(str(expand(path, os.environ)), config.group_path(ids.name_of(recorded.model_group), "model.path"))
     moved = base.model_copy(update={"base_model": path})
     # full weights define the policy, so the path may have changed
     wrong = misfit(moved if base.weights_format == "full" else base, config)

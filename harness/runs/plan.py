@@ -35,6 +35,7 @@ from rollstream.schemas.evaluators import DatasetSection
 from rollstream.schemas.events import JobStarted, RunStarted, TaskRequested
 from rollstream.schemas.events.recorded import RECORDED
 from rollstream.schemas.events.training import ForkPoint
+from rollstream.schemas.finetuning import builder_path, trainer_path
 from rollstream.schemas.settings import EXTERNAL, MAX_TASKS, JobSpec
 from rollstream.schemas.topics import TOPICS
 
@@ -191,7 +192,7 @@ async def check_frozen(log: EventLog, config: RunConfig, run_id: str) -> None:
             if reads_base_models(config):
                 base_model_of(published, permissions_of(config))
         except (ModelError, NotAllowedError) as error:
-            location = f"trajectory_builders.{config.finetuning.trajectory_builder}.league.frozen"
+            location = builder_path(config.finetuning, "league.frozen")
             raise ConfigError(f"{location}: {written}: {error}") from error
 
 
@@ -364,7 +365,7 @@ def _difference(before: tuple[JobSpec, ...], now: tuple[JobSpec, ...]) -> str | 
 def _run_difference(started: RunStarted, before: RunConfig, now: RunConfig) -> str | None:
     """The first setting of the run itself that differs, by its path; none if nothing does."""
     if before.trainer.run_idle_timeout_s != now.trainer.run_idle_timeout_s:
-        return f"trainers.{now.finetuning.trainer}.run_idle_timeout_s"
+        return trainer_path(now.finetuning, "run_idle_timeout_s")
     return "dataset" if _is_other_dataset(started, before.dataset, now.dataset) else None
 
 

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -37,6 +38,7 @@ from rollstream.producers.league.draw import check_league
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ArtifactError, ConfigError, describe
 from rollstream.schemas.events.recorded import MADE_ELSEWHERE
+from rollstream.schemas.finetuning import adapter_path, builder_path
 from rollstream.schemas.permissions import COMMAND
 from rollstream.schemas.services import LOOPBACK
 from rollstream.schemas.users_code import import_module
@@ -63,16 +65,13 @@ def check_paths(config: RunConfig) -> None:
     """
     if config.builder.services == "managed" and not config.is_external:
         check_learner()
-        location = f"trainer_adapters.{config.finetuning.trainer_adapter}"
         for name, one in config.by_group().items():
-            group = config.adapter.model_groups.get(name)
-            own = "" if group is None or group.model is None else f".model_groups.{name}"
-            where = f"{location}{own}.model.path"
+            where = config.group_path(name, "model.path")
             path = str(expand(one.adapter.model.path, os.environ, where))
             check_model(path, where, config.builder.engine.kind)
             check_hub(path, where)
-            check_quantized(one.adapter, location)
-            at = f"{location}.algorithm.teacher"
+            check_quantized(one.adapter, partial(config.group_path, name))
+            at = config.group_path(name, "algorithm.teacher")
             check_teacher(one.adapter.algorithm, config.builder.sampling, path, at, served_models(config))
     check_ranks(config, jobs_of(config, "run"))
     _check_store(config)
@@ -82,7 +81,7 @@ def check_paths(config: RunConfig) -> None:
 def _check_store(config: RunConfig) -> None:
     from rollstream.eventlog.artifacts import ArtifactStore
 
-    uri, location = config.adapter.artifact_uri, f"trainer_adapters.{config.finetuning.trainer_adapter}.artifact_uri"
+    uri, location = config.adapter.artifact_uri, adapter_path(config.finetuning, "artifact_uri")
     try:
         is_of_process = uri is not None and ArtifactStore(uri).is_of_process  # connects to nothing
     except ArtifactError as error:
@@ -248,7 +247,7 @@ def check_names(config: RunConfig, *, is_new: bool = True) -> None:
     with users_code(f"environment {config.environment}: required_agents()", config):
         environment.check_agents(config.builder.agents)
     if config.builder.league is not None:
-        location = f"trajectory_builders.{config.finetuning.trajectory_builder}.league"
+        location = builder_path(config.finetuning, "league")
         if config.environment in MADE_ELSEWHERE:
             raise ConfigError(f"{location}: rollouts of {config.environment} are sampled elsewhere; remove it")
         trained = [agent for agent, group in config.agents.items() if group in config.trained()]
@@ -263,7 +262,7 @@ def check_command(loaded: "Loaded") -> None:
     written = as_written(config.environment, sections, os.environ)
     if config.environment.startswith(COMMAND) and written != config.environment:
         raise ConfigError(
-            f"workflow or trajectory_builders.{config.finetuning.trajectory_builder}.environment: {written}: tasks "
+            f"workflow or {builder_path(config.finetuning, 'environment')}: {written}: tasks "
             "carry the whole command, so no variable is allowed in it; write it out, and let the program read a secret "
             "from a file"
         )
@@ -280,7 +279,7 @@ def check_rewards(config: RunConfig) -> None:
 
 def _import_modules(config: RunConfig) -> None:
     for module in config.builder.modules:
-        location = f"trajectory_builders.{config.finetuning.trajectory_builder}.modules"
+        location = builder_path(config.finetuning, "modules")
         with users_code(location, config):
             import_module(module, location)
 
@@ -289,7 +288,7 @@ def environment_of(config: RunConfig) -> "Environment":
     """The run's environment, as its producers build it. Raises ConfigError."""
     from rollstream.producers.rollout.registry import build_environment
 
-    location = f"workflow or trajectory_builders.{config.finetuning.trajectory_builder}.environment"
+    location = f"workflow or {builder_path(config.finetuning, 'environment')}"
     with users_code(f"{location}: environment {config.environment}", config):
         try:
             return build_environment(config.environment, config.builder.environment_config, permissions_of(config))
@@ -323,19 +322,20 @@ def check_endpoint(config: RunConfig, *, is_new: bool = True) -> None:
     """
     if config.served is None:
         return
+    location = adapter_path(config.finetuning, "endpoint")
     if config.builder.services == "external":
         raise ConfigError(
-            "trainer_adapters: endpoint: services are external, so no endpoint is started here; run `rollstream "
-            "serve endpoint` on their host"
+            f"{location}: services are external, so no endpoint is started here; run `rollstream serve endpoint` on "
+            "their host"
         )
     if config.served.token is not None and REFERENCE.fullmatch(config.served.token) is None:
         raise ConfigError(
-            "trainer_adapters: endpoint.token: secrets are not allowed in the file, which is stored with the run; "
+            f"{location}.token: secrets are not allowed in the file, which is stored with the run; "
             "write ${NAME} and set that environment variable"
         )
     if is_new:
         _check_token(config)
-    check_port(config.served.host, config.served.port, f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint")
+    check_port(config.served.host, config.served.port, location)
 
 
 def _check_token(config: RunConfig) -> None:
@@ -345,14 +345,14 @@ def _check_token(config: RunConfig) -> None:
     try:
         check_token(config.served, os.environ)
     except ConfigError as error:
-        raise ConfigError(f"trainer_adapters.{config.finetuning.trainer_adapter}.{error}") from error
+        raise ConfigError(f"{adapter_path(config.finetuning)}.{error}") from error
 
 
 def check_gateway(config: RunConfig) -> None:
     """Raises ConfigError if the producers' gateways cannot listen at their host, or on their ports, which follow one
     another.
     """
-    builder, location = config.builder, f"trajectory_builders.{config.finetuning.trajectory_builder}.gateway"
+    builder, location = config.builder, builder_path(config.finetuning, "gateway")
     for number in range(1, builder.num_producers + 1) if builder.services == "managed" else ():
         section = builder.gateway.of_process(number)
         check_port(section.host, section.port, location, f"producers-{number}: ")

@@ -45,7 +45,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.config import BuilderSection, RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events.training import ForkPoint
-from rollstream.schemas.finetuning import FinetuneConfig
+from rollstream.schemas.finetuning import FinetuneConfig, builder_path
 from rollstream.schemas.kafka import KafkaSettings, connection, given, merged, renamed, with_secrets
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def broker_of_run(config: RunConfig, workspace: Workspace) -> Iterator[tuple[Kaf
 
     Raises ConfigError, BrokerError.
     """
-    builder, location = config.builder, f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka"
+    builder, location = config.builder, builder_path(config.finetuning, "kafka")
     block = block_of_run(config, workspace)
     if builder.bootstrap_servers != EMBEDDED:
         yield _connection(config, workspace, block), None
@@ -293,13 +293,13 @@ def check_connection(config: RunConfig, workspace: Workspace) -> None:
     """
     builder, block = config.builder, kafka_block(config.builder, os.environ)
     if builder.bootstrap_servers == EMBEDDED:
-        check_embedded(builder, f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka")
+        check_embedded(builder, builder_path(config.finetuning, "kafka"))
     else:
         _connection(config, workspace, block)
 
 
 def _connection(config: RunConfig, workspace: Workspace, block: dict[str, Any]) -> KafkaSettings:
-    servers, location = config.builder.bootstrap_servers, f"trajectory_builders.{config.finetuning.trajectory_builder}"
+    servers, location = config.builder.bootstrap_servers, builder_path(config.finetuning)
     return connection(
         servers, merged(own_block(workspace.folder, servers), block), os.environ, location=f"{location}.kafka"
     )
@@ -320,7 +320,7 @@ async def _check_sole_use(config: RunConfig, lease: WorkspaceLease, log: "KafkaL
     """
     builder = config.builder
     if builder.services == "managed" and lease.broker is None:
-        location = f"trajectory_builders.{config.finetuning.trajectory_builder}.kafka.group_prefix"
+        location = builder_path(config.finetuning, "kafka.group_prefix")
         groups = [log.kafka.group(service) for service in GROUPS]
         await check_sole_use(log, groups, location, session_timeout_s=builder.session_timeout_s, notify=display.print)
 

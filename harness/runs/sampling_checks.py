@@ -23,7 +23,7 @@ from rollstream.schemas.devices import device_of
 from rollstream.schemas.engine_settings import EngineBlock, EngineSettings
 from rollstream.schemas.errors import ConfigError, EnvironmentRunError, ModelError, describe
 from rollstream.schemas.events.recorded import MADE_ELSEWHERE
-from rollstream.schemas.finetuning import FinetuneConfig
+from rollstream.schemas.finetuning import FinetuneConfig, adapter_path, builder_path
 from rollstream.schemas.policy_gradient import ALONE
 from rollstream.schemas.settings import JobSpec, ModelSettings, Sampling
 from rollstream.schemas.variables import conceal, expand
@@ -46,9 +46,9 @@ def check_engines(config: RunConfig) -> None:
     try:
         rendering.check_name(config.builder.renderer)
     except EnvironmentRunError as error:
-        raise ConfigError(f"trajectory_builders.{config.finetuning.trajectory_builder}.{error}") from error
-    location = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
-    groups = f"trainer_adapters.{config.finetuning.trainer_adapter}.model_groups"
+        raise ConfigError(f"{builder_path(config.finetuning)}.{error}") from error
+    location = builder_path(config.finetuning, "engine")
+    groups = adapter_path(config.finetuning, "model_groups")
     for name, served in served_models(config).items():
         if served.api_key_variable is not None and not os.environ.get(served.api_key_variable):
             raise ConfigError(f"{groups}.{name}.endpoint: the variable {served.api_key_variable} is not set; export it")
@@ -57,7 +57,7 @@ def check_engines(config: RunConfig) -> None:
     _check_loads(location, known, f"name its server as {groups}.X.endpoint")
     _warn_unused(location, engine, known, config)
     if config.served is not None:
-        location, engine = f"trainer_adapters.{config.finetuning.trainer_adapter}.endpoint.engine", config.served.engine
+        location, engine = adapter_path(config.finetuning, "endpoint.engine"), config.served.engine
         known = _check_endpoint_engine(config, engine, location)
         _check_loads(location, known, "name an engine that does")
         _warn_unused(location, engine, known, config)
@@ -72,7 +72,7 @@ def _check_endpoint_engine(config: RunConfig, engine: EngineBlock, location: str
     try:
         return check_run(config.model_copy(update={"builder": builder, "adapter": adapter}), os.environ, location)
     except ConfigError as error:
-        text = str(error).removeprefix(f"trajectory_builders.{config.finetuning.trajectory_builder}.")
+        text = str(error).removeprefix(f"{builder_path(config.finetuning)}.")
         text = f"{location}{text.removeprefix('engine')}" if text.startswith("engine.") else text
         raise ConfigError(text if text.startswith(location) else f"{location}: {text}") from error
 
@@ -86,7 +86,7 @@ def _check_demonstrator(config: RunConfig, *, is_fork: bool) -> None:
         return
     if not environment_of(config).has_demonstrator:
         raise ConfigError(
-            f"trainer_adapters.{config.finetuning.trainer_adapter}.warm_start: environment {config.environment} has no "
+            f"{adapter_path(config.finetuning, 'warm_start')}: environment {config.environment} has no "
             "demonstrator; define demonstrate() in a class, or set environment_config.demonstrator where programs "
             "outside play, or remove warm_start"
         )
@@ -99,15 +99,13 @@ def check_models(config: RunConfig) -> None:
     """
     if config.builder.services == "external" or config.is_external:
         return
-    adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
-    engine = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
-    _check_device(config.builder.engine.needed_device, f"{engine}.device")
+    _check_device(config.builder.engine.needed_device, builder_path(config.finetuning, "engine.device"))
     if config.served is not None:
-        _check_device(config.served.engine.needed_device, f"{adapter}.endpoint.engine.device")
+        location = adapter_path(config.finetuning, "endpoint.engine.device")
+        _check_device(config.served.engine.needed_device, location)
     served = served_models(config)
     for name, one in config.by_group().items():
-        group, model = config.adapter.model_groups.get(name), one.adapter.model
-        location = f"{adapter}{'' if group is None or group.model is None else f'.model_groups.{name}'}.model"
+        model, location = one.adapter.model, config.group_path(name, "model")
         if name in config.trained():
             _check_device(model.device, f"{location}.device")
         folder = Path(str(expand(model.path, os.environ, location))).expanduser()
@@ -180,7 +178,7 @@ def _warn_positions(config: RunConfig, folder: Path) -> None:
     except (OSError, ValueError, TypeError, AttributeError):
         return
     if isinstance(positions, int) and wanted >= positions:
-        location = f"trajectory_builders.{config.finetuning.trajectory_builder}.sampling.max_new_tokens"
+        location = builder_path(config.finetuning, "sampling.max_new_tokens")
         warn(
             f"{location}: {wanted} is not below the {positions} positions of model {folder}, so only they limit an "
             "answer, and a prompt that has as many fails its rollout"
@@ -191,7 +189,7 @@ def reads_base_models(config: RunConfig) -> bool:
     """Whether an engine that the run starts reads base models on this machine. Raises ConfigError."""
     from rollstream.producers.engines.table import settings_of
 
-    location = f"trajectory_builders.{config.finetuning.trajectory_builder}.engine"
+    location = builder_path(config.finetuning, "engine")
     is_started = config.builder.services == "managed"
     return is_started and settings_of(config.builder.engine, os.environ, location).READS_BASE_MODELS
 
@@ -203,8 +201,8 @@ def check_groups(config: RunConfig, finetune: FinetuneConfig, *, is_fork: bool =
     check_builder(config)
     check_agents(config)
     _check_demonstrator(config, is_fork=is_fork)
-    for one in config.trained().values():
-        check_temperature(one)
+    for name, one in config.trained().items():
+        check_temperature(one, name)
     check_truncation(config)
     if config.builder.num_generations == 1 and not config.is_external:
         is_filtered = config.trainer.planning == "stream" or is_ours(block_of(finetune, "trainer"))
@@ -231,9 +229,9 @@ def _check_single(config: RunConfig, spec: JobSpec, *, is_filtered: bool) -> Non
     where a group is one rollout. `is_filtered`: rollstream's own curriculum filters the groups.
     """
     algorithm, curriculum = spec.job.algorithm, spec.plan.curriculum
-    location = f"trajectory_builders.{config.finetuning.trajectory_builder}"
+    location = builder_path(config.finetuning)
     if algorithm.needs.several_rollouts:
-        advantage = f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.advantage"
+        advantage = config.group_path(ids.name_of(spec.model_group), "algorithm.advantage")
         raise ConfigError(
             f"{location}.num_generations: is 1, but {algorithm.name} compares the rollouts of a task, so advantages "
             f"would all be 0; raise it, or set {advantage} to one of: {', '.join(sorted(ALONE))} (of an algorithm that "
@@ -253,7 +251,7 @@ def _check_single(config: RunConfig, spec: JobSpec, *, is_filtered: bool) -> Non
         )
 
 
-def check_temperature(config: RunConfig) -> None:
+def check_temperature(config: RunConfig, group: str = ids.MODEL_GROUP) -> None:
     """Raises ConfigError if ratios would compare distributions of different temperatures, or greedy decoding.
 
     `sampling` does not apply to rollouts sampled elsewhere.
@@ -261,7 +259,7 @@ def check_temperature(config: RunConfig) -> None:
     algorithm, sampled = config.adapter.algorithm, config.builder.sampling.temperature
     if not algorithm.needs.behaviour or config.environment in MADE_ELSEWHERE or config.endpoint is not None:
         return
-    location = f"trajectory_builders.{config.finetuning.trajectory_builder}.sampling.temperature"
+    location = builder_path(config.finetuning, "sampling.temperature")
     if sampled == 0:
         raise ConfigError(
             f"{location}: 0 decodes greedily, so all rollouts of a task are equal and {algorithm.name} has no ratio to "
@@ -269,7 +267,7 @@ def check_temperature(config: RunConfig) -> None:
         )
     if "temperature" in algorithm.model_fields_set and algorithm.temperature != sampled:
         raise ConfigError(
-            f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.temperature: {algorithm.temperature:g} "
+            f"{config.group_path(group, 'algorithm.temperature')}: {algorithm.temperature:g} "
             f"differs from the sampling temperature {location}: {sampled:g}, so ratios would not start at 1; remove "
             f"algorithm.temperature or set both to the same value"
         )
@@ -295,12 +293,12 @@ def _check_truncation(config: RunConfig, spec: JobSpec) -> None:
     algorithm = config.adapter.algorithm
     if not algorithm.penalty:
         return
-    location = f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.{algorithm.penalty}"
+    location = config.group_path(ids.name_of(spec.model_group), f"algorithm.{algorithm.penalty}")
     if algorithm.needs.nonnegative_rewards:
         raise ConfigError(f"{location}: makes rewards negative, which {algorithm.name} does not take; remove it")
     remedies: list[str] = []
     if spec.plan.planning == "stream" and spec.plan.drop_zero_variance:
-        remedies.append(f"trajectory_builders.{config.finetuning.trajectory_builder}.drop_zero_variance: false")
+        remedies.append(f"{builder_path(config.finetuning, 'drop_zero_variance')}: false")
     if spec.plan.curriculum.enabled and spec.plan.curriculum.min_reward_diff:
         remedies.append("finetuning.curriculum_learning.min_reward_diff: 0")
     if remedies:

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,11 @@ def check_learner() -> None:
             raise ConfigError(_remedy(library))
 
 
-def check_quantized(adapter: "AdapterSection", location: str) -> None:
-    """Raises ConfigError naming a setting below `location` that needs the extra `quantized`, if it is not installed."""
+def check_quantized(adapter: "AdapterSection", path_of: Callable[[str], str]) -> None:
+    """Raises ConfigError for a setting that needs the extra `quantized`, if it is not installed.
+
+    `path_of`: the path of a key of `adapter` in the file.
+    """
     optimizers = {"optimizer.kind": adapter.optimizer}
     if adapter.warm_start is not None:
         optimizers["warm_start.optimizer.kind"] = adapter.warm_start.optimizer
@@ -36,7 +40,7 @@ def check_quantized(adapter: "AdapterSection", location: str) -> None:
         named["model.quantization"] = adapter.model.quantization
     if named and find_spec(OF_QUANTIZED) is None:
         key, value = next(iter(named.items()))
-        raise ConfigError(f"{location}.{key}: {value}: {_remedy(OF_QUANTIZED)}")
+        raise ConfigError(f"{path_of(key)}: {value}: {_remedy(OF_QUANTIZED)}")
 
 
 def skip_unused_libraries() -> None:

@@ -2,14 +2,12 @@
 begins.
 """
 
-from collections.abc import Mapping
-
 from rollstream.producers.engines.vllm.asking import check_temperature
 from rollstream.producers.engines.vllm.child import check_settings
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ConfigError, PromptRefusedError
-from rollstream.schemas.settings import LoraSettings
+from rollstream.schemas.finetuning import builder_path
 
 ENDS = frozenset({"lm_head", "embed_tokens", "embed_out", "wte", "all-linear"})
 """Names of target_modules that vLLM drops, or of which it is not known whether they hold such a one."""
@@ -20,7 +18,7 @@ def check(settings: VllmSettings, config: RunConfig) -> None:
 
     The weights of each version are checked again, by their own configuration (`engines.vllm.version_files`).
     """
-    location = f"trajectory_builders.{config.finetuning.trajectory_builder}"
+    location = builder_path(config.finetuning)
     sampling = config.builder.sampling
     if sampling.record_kept_ids and sampling.top_p < 1 and not sampling.top_k:
         raise ConfigError(
@@ -32,9 +30,8 @@ def check(settings: VllmSettings, config: RunConfig) -> None:
     except PromptRefusedError as error:
         raise ConfigError(f"{location}.sampling.{error}") from error
     _check_league(config, location)
-    adapter = f"trainer_adapters.{config.finetuning.trainer_adapter}"
     models = {name: one.adapter.model for name, one in config.trained().items()}
-    _check_adapters({name: model.lora for name, model in models.items() if model.lora}, settings, adapter)
+    _check_adapters(config, settings)
     needed: dict[str, int] = {}
     for model in models.values():
         if model.lora is not None:
@@ -73,19 +70,18 @@ def _check_league(config: RunConfig, location: str) -> None:
             )
 
 
-def _check_adapters(adapters: Mapping[str, LoraSettings], settings: VllmSettings, location: str) -> None:
-    for lora in adapters.values():
+def _check_adapters(config: RunConfig, settings: VllmSettings) -> None:
+    for name, one in config.trained().items():
+        lora, location = one.adapter.model.lora, config.group_path(name, "model.lora")
+        if lora is None:
+            continue
         if lora.use_dora:
-            raise ConfigError(
-                f"{location}.model.lora.use_dora: vLLM takes DoRA for LoRA; leave it out, or another engine"
-            )
+            raise ConfigError(f"{location}.use_dora: vLLM takes DoRA for LoRA; leave it out, or another engine")
         if odd := sorted(ENDS.intersection(name.rpartition(".")[2] for name in lora.target_modules)):
             raise ConfigError(
-                f"{location}.model.lora.target_modules: {odd[0]}: vLLM drops adapters of embeddings and of the head; "
+                f"{location}.target_modules: {odd[0]}: vLLM drops adapters of embeddings and of the head; "
                 "name the linear modules between them"
             )
         if lora.rank > settings.max_lora_rank:
             limit = settings.max_lora_rank
-            raise ConfigError(
-                f"{location}.model.lora.rank: {lora.rank} is above engine.max_lora_rank {limit}; raise that"
-            )
+            raise ConfigError(f"{location}.rank: {lora.rank} is above engine.max_lora_rank {limit}; raise that")

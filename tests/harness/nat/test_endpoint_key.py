@@ -125,10 +125,17 @@ def test_the_access_line_has_the_path_of_the_key_and_never_the_key(tmp_path: Pat
 def test_a_token_in_plain_text_is_refused_before_anything_starts(
     config_with: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"endpoint\.token: secrets are not allowed in the file"):
+    with pytest.raises(ConfigError, match=r"^trainer_adapters\.a\.endpoint\.token: secrets are not allowed"):
         check_endpoint(config_with(token="secret", port=0))
     monkeypatch.setenv("MY_KEY", "secret")
     check_endpoint(config_with(token="${MY_KEY}", port=0))
+
+
+def test_an_endpoint_beside_external_services_is_refused_by_its_path(config_with: Any) -> None:
+    config = config_with()
+    external = config.builder.model_copy(update={"services": "external"})
+    with pytest.raises(ConfigError, match=r"^trainer_adapters\.a\.endpoint: services are external"):
+        check_endpoint(config.model_copy(update={"builder": external}))
 
 
 @pytest.mark.parametrize(

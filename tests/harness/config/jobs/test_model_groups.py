@@ -1,5 +1,6 @@
 """Runs from a configuration of several model groups: jobs, permissions of services, and errors."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import RunLocation, check_manifests, jobs_of, services_of
+from rollstream.harness.runs.preflight import check_paths
+from rollstream.harness.runs.sampling_checks import check_engines, check_groups
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
@@ -120,3 +123,37 @@ def test_several_model_groups_need_a_streamed_run(written: dict[str, Any]) -> No
     written["trainers"]["t"]["planning"] = "submitted"
     with pytest.raises(ConfigError, match=r"several model groups \(provers, verifiers\) need a streamed run"):
         config_of(written)
+
+
+DORA = {"path": "./model", "lora": {"rank": 8, "target_modules": ["q_proj"], "use_dora": True}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "below"),
+    [
+        ("model", DORA, r"model\.lora\.use_dora: vLLM takes"),
+        ("algorithm", {"name": "opd", "teacher": "./nowhere"}, r"algorithm\.teacher: folder \./nowhere"),
+        ("algorithm", {"name": "grpo", "temperature": 0.5}, r"algorithm\.temperature: 0\.5 differs"),
+        ("algorithm", {"name": "grpo", "truncation_penalty": 0.5}, r"algorithm\.truncation_penalty: groups with"),
+    ],
+)
+def test_an_error_names_the_section_that_gives_a_model_groups_setting(
+    written: dict[str, Any], key: str, value: dict[str, Any], below: str
+) -> None:
+    if key == "model":
+        engine = {"kind": "vllm", "executable": sys.executable}
+        written["trajectory_builders"]["b"]["engine"] = engine
+
+    def check(**adapter: Any) -> None:
+        config = config_of(written, **adapter)
+        check_engines(config)
+        check_paths(config)
+        check_groups(config, config_file.resolve(written).finetune)
+
+    written["workflow"] = {"environment": "guess_number"}
+    path = written["trainer_adapters"]["a"]["model"]["path"]
+    value = {**value, "path": path} if key == "model" else value
+    with pytest.raises(ConfigError, match=rf"^trainer_adapters\.a\.model_groups\.verifiers\.{below}"):
+        check(groups={"verifiers": {key: value}})
+    with pytest.raises(ConfigError, match=rf"^trainer_adapters\.a\.{below}"):
+        check(groups={}, **{key: value})
