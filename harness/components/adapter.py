@@ -14,15 +14,15 @@ from rollstream.harness.components.submission import (
     digest_of,
     epoch_of,
     num_members,
+    prepared_groups,
     submitted_groups,
-    with_plain_rewards,
 )
 from rollstream.harness.config.components import written_of
 from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import check_submission
 from rollstream.harness.config.resolve import run_config_of
 from rollstream.harness.runs.preflight import is_served
-from rollstream.harness.runs.run_handle import RunHandle, open_handle, opened
+from rollstream.harness.runs.run_handle import RunHandle, open_handle, opened, require_opened
 from rollstream.schemas.config import OURS
 from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import EpochSealed
@@ -63,9 +63,8 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         if opened(self._workspace) is None:
             await open_handle(self.loaded(run_config), self._workspace, RUN_NAME)
         await self._begin_to_serve()
-        handle = self._backend()
-        for epoch in sorted(handle.job.submitted.keys() - handle.job.seals.keys()):
-            await epochs.sealed(handle, epoch)  # so that nobody begins it again
+        handle = self._handle()
+        await epochs.seal_submitted(handle)
         if not await self.is_healthy():
             raise ConfigError(
                 f"trainer_adapters: the log of workspace {self._workspace} does not answer; check that its broker runs"
@@ -78,7 +77,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
 
     async def _begin_to_serve(self) -> None:
         """Start now: rollouts at the endpoint need it before anything is submitted."""
-        handle = self._backend()
+        handle = self._handle()
         if handle.config.served is not None:
             await handle.begin()
             version = handle.progress.version
@@ -104,13 +103,8 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         collection gives the same reference. Raises ValueError if there is nothing to train on, ConfigError for
         trajectories that cannot be trained on, RunFailedError if the run or its services are over.
         """
-        trajectories = with_plain_rewards(trajectories)
-        groups = [group for group in trajectories.trajectories if group]
-        if not groups:
-            raise ValueError(
-                "no trajectories to submit: every group is empty; relax the curriculum or the dataset's filter"
-            )
-        handle = self._backend()
+        trajectories, groups = prepared_groups(trajectories)
+        handle = self._handle()
         check_submission(handle.spec, sum(map(num_members, groups)))
         await handle.begin()
         digest = digest_of(trajectories)
@@ -127,7 +121,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """The status of a submission, from the log as read so far."""
-        handle = self._backend()
+        handle = self._handle()
         handle.check_services()
         return status_of(handle, ref)
 
@@ -138,7 +132,7 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         once the run is over nothing is rolled out any more, and nothing is waited for. Raises what a service failed
         with.
         """
-        handle = self._backend()
+        handle = self._handle()
         while True:
             found = status_of(handle, ref)
             if found.status in FINAL and (handle.is_over or _is_served(handle, found)):
@@ -148,17 +142,17 @@ class RollstreamTrainerAdapter(TrainerAdapter):
     @property
     def log_run_id(self) -> str:
         """The run's id on the log, which a trainer's own may differ from."""
-        return self._backend().run.started.run_id
+        return self._handle().run.started.run_id
 
     @property
     def next_epoch(self) -> int:
         """The first epoch that is not sealed."""
-        return epochs.next_epoch(self._backend())
+        return epochs.next_epoch(self._handle())
 
     @property
     def seals(self) -> Mapping[int, EpochSealed]:
         """Seals by epoch, as far as the run has come."""
-        return self._backend().job.seals
+        return self._handle().job.seals
 
     def record_curriculum(self, percentile: float) -> None:
         """Record the share of examples that the trainer's curriculum admits in the seal of every epoch submitted from
@@ -196,11 +190,8 @@ class RollstreamTrainerAdapter(TrainerAdapter):
         """Into the log of this process."""
         logger.info("training of run %s: %s", ref.run_id, metrics)
 
-    def _backend(self) -> RunHandle:
-        handle = opened(self._workspace)
-        if handle is None:
-            raise ConfigError(f"trainer_adapters: no run is open in workspace {self._workspace}; call initialize first")
-        return handle
+    def _handle(self) -> RunHandle:
+        return require_opened(self._workspace, "call initialize of the trainer adapter first")
 
     def _ref(self, handle: RunHandle, run_id: str, seal: EpochSealed) -> TrainingJobRef:
         return TrainingJobRef(

@@ -10,11 +10,10 @@ from rollstream.harness.components import epoch_events, epochs
 from rollstream.harness.components.interfaces import EvaluationOutput, EvaluatorOutput, TrajectoryBuilder, item_of
 from rollstream.harness.components.trajectories import read_groups
 from rollstream.harness.config import dataset
-from rollstream.harness.runs.run_handle import RunHandle, opened
+from rollstream.harness.runs.run_handle import RunHandle, require_opened
 from rollstream.harness.runs.validation import Validation, evaluated
 from rollstream.schemas import ids
 from rollstream.schemas.config import ValidationSection
-from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import GroupClosed, TaskRequested
 from rollstream.schemas.finetuning import Trajectory, TrajectoryCollection
 
@@ -42,7 +41,7 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         """
         if run_id in self._epochs:
             raise ValueError(f"run {run_id} is already in progress: finalize it first")
-        handle = self._backend()
+        handle = self._handle()
         epoch = _epoch_of(handle, meta)
         self._epochs[run_id] = epoch
         try:
@@ -62,7 +61,7 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         """
         if run_id not in self._epochs:
             raise ValueError(f"no rollouts of run {run_id} are in progress: call start_run first")
-        handle = self._backend()
+        handle = self._handle()
         epoch = self._epochs[run_id]
         try:
             wanted = _group_ids(handle, epoch)
@@ -91,7 +90,7 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
 
         An example without a complete rollout is an item with an error and no score.
         """
-        handle = self._backend()
+        handle = self._handle()
         evaluation = self._evaluation(handle)
         await handle.begin()
         epoch = max(epochs.next_epoch(handle), self._next_epoch)
@@ -108,14 +107,9 @@ class RollstreamTrajectoryBuilder(TrajectoryBuilder):
         """Into the log of this process."""
         logger.info("rollouts of run %s: %s", run_id, metrics)
 
-    def _backend(self) -> RunHandle:
-        handle = opened(self._workspace)
-        if handle is None:
-            raise ConfigError(
-                f"trajectory_builders: no run is open in workspace {self._workspace}; this builder needs a trainer "
-                "adapter of _type rollstream, or derived from that, with the same `workspace` and initialized before"
-            )
-        return handle
+    def _handle(self) -> RunHandle:
+        remedy = "give a trainer adapter of _type rollstream, or derived from that, the same `workspace`"
+        return require_opened(self._workspace, f"{remedy}, and initialize it before this trajectory builder is used")
 
     def _evaluation(self, handle: RunHandle) -> Validation:
         """The current `run_configuration`, which differs while a trainer validates."""

@@ -132,6 +132,12 @@ async def sealed(handle: RunHandle, epoch: int) -> EpochSealed:
     return await handle.wait_for(lambda: handle.job.seals.get(epoch))
 
 
+async def seal_submitted(handle: RunHandle) -> None:
+    """Wait for the seals of epochs that an earlier process submitted, so that no other one begins them again."""
+    for epoch in sorted(handle.job.submitted.keys() - handle.job.seals.keys()):
+        await sealed(handle, epoch)
+
+
 async def conclude(handle: RunHandle) -> None:
     """Bring the job to its end: the first epoch without a submission is sealed empty, as the last one.
 

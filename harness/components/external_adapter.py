@@ -21,8 +21,8 @@ from rollstream.harness.components.submission import (
     digest_of,
     epoch_of,
     num_members,
+    prepared_groups,
     submitted_groups,
-    with_plain_rewards,
 )
 from rollstream.harness.config.jobs import check_submission
 from rollstream.harness.runs.run_handle import RunHandle
@@ -96,9 +96,8 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         """
         await TrainerAdapter.initialize(self, run_config)
         await self._inner.initialize(run_config)
-        handle = self._backend()
-        for epoch in sorted(handle.job.submitted.keys() - handle.job.seals.keys()):
-            await epochs.sealed(handle, epoch)  # so that no other process starts it again
+        handle = self._handle()
+        await epochs.seal_submitted(handle)
         if not await self.is_healthy():
             location = adapter_path(run_config)
             raise ConfigError(
@@ -117,16 +116,11 @@ class ExternalAdapter(RollstreamTrainerAdapter):
         A process submits the same collection once. Raises ValueError if there is nothing to train on, ConfigError for
         trajectories that cannot be recorded, RunFailedError if the run or its services are over.
         """
-        trajectories = with_plain_rewards(trajectories)
-        groups = [group for group in trajectories.trajectories if group]
-        if not groups:
-            raise ValueError(
-                "no trajectories to submit: every group is empty; relax the curriculum or the dataset's filter"
-            )
+        trajectories, groups = prepared_groups(trajectories)
         digest = digest_of(trajectories)
         if digest in self._refs:
             return self._refs[digest]
-        handle = self._backend()
+        handle = self._handle()
         check_submission(handle.spec, sum(map(num_members, groups)))
         await handle.begin()
         epoch = epoch_of(handle, groups)
@@ -141,12 +135,12 @@ class ExternalAdapter(RollstreamTrainerAdapter):
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """The backend's answer."""
-        self._backend().check_services()
+        self._handle().check_services()
         return await self._kept(ref, await self._inner.status(ref))
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
         """The backend's final status. Raises RunFailedError if the run or its services are over before that."""
-        status = await self._backend().during(self._inner.wait_until_complete(ref, poll_interval))
+        status = await self._handle().during(self._inner.wait_until_complete(ref, poll_interval))
         return await self._kept(ref, status)
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:

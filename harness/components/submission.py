@@ -42,6 +42,20 @@ def with_plain_rewards(collection: TrajectoryCollection) -> TrajectoryCollection
     return TrajectoryCollection.model_construct(trajectories=groups, run_id=collection.run_id)
 
 
+def prepared_groups(collection: TrajectoryCollection) -> tuple[TrajectoryCollection, list[Group]]:
+    """The collection with plain rewards, and those of its groups that have trajectories.
+
+    Raises ValueError if none has, ConfigError as `with_plain_rewards`.
+    """
+    collection = with_plain_rewards(collection)
+    groups: list[Group] = [group for group in collection.trajectories if group]
+    if not groups:
+        raise ValueError(
+            "no trajectories to submit: every group is empty; relax the curriculum or the dataset's filter"
+        )
+    return collection, groups
+
+
 def _plain(trajectory: Trajectory, location: str) -> Trajectory:
     shaped: Any = trajectory.shaped_rewards
     try:

@@ -88,7 +88,7 @@ class NatTrainerAdapter(RollstreamTrainerAdapter):
             if not is_ours(block_of(run_config, "trainer")):
                 await self._end_with_trainer(run_config, handle)
         await super().initialize(run_config)
-        config = self._backend().config
+        config = self._handle().config
         give_key(run_config, config, self._workspace, os.environ)
         if not is_ours(block_of(run_config, "trajectory_builder")):
             warn_of_models_elsewhere(run_config, config)

@@ -145,6 +145,14 @@ def opened(workspace: Path) -> RunHandle | None:
     return _OPEN.get(workspace.absolute())
 
 
+def require_opened(workspace: Path, remedy: str) -> RunHandle:
+    """The same. Raises ConfigError with this remedy if no run is open there."""
+    handle = opened(workspace)
+    if handle is None:
+        raise ConfigError(f"no run is open in workspace {workspace}; {remedy}")
+    return handle
+
+
 async def open_handle(loaded: Loaded, workspace: Path, name: str, display: Display | None = None) -> RunHandle:
     """Open a run for components that another harness conducts: broker, services, and a new run whose planning is
     `submitted`. Raises RollstreamError.
