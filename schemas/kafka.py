@@ -28,12 +28,11 @@ from rollstream.schemas.base import UserPath
 from rollstream.schemas.errors import ConfigError, first_invalid
 from rollstream.schemas.settings import Settings
 from rollstream.schemas.topics import PREFIX, SUFFIX, TOPICS
-from rollstream.schemas.variables import expand
+from rollstream.schemas.variables import VARIABLE, expand
 
 VARIABLE_PREFIX = "ROLLSTREAM_KAFKA_"
 """`ROLLSTREAM_KAFKA_USERNAME` is `username` of the `kafka:` block, and so on."""
 HIDDEN = "**********"
-_REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _REVEAL = "reveal_secrets"
 _SERVER = re.compile(r"(\[(?P<inside>[^\s\[\],]+)\]|[^\s:/\[\],]+)(:(?P<port>[0-9]+))?")
 """host or host:port; an IPv6 address is in brackets before a port."""
@@ -47,7 +46,7 @@ def _written(value: SecretStr | None, info: SerializationInfo) -> str | None:
         return None
     text = value.get_secret_value()
     context: dict[str, Any] = info.context or {}
-    is_shown = bool(context.get(_REVEAL)) or _REFERENCE.fullmatch(text) is not None
+    is_shown = bool(context.get(_REVEAL)) or VARIABLE.fullmatch(text) is not None
     return text if is_shown else HIDDEN
 
 
@@ -244,7 +243,7 @@ def given(section: KafkaSection) -> dict[str, Any]:
 def storable(block: Mapping[str, Any]) -> dict[str, Any]:
     """A block as a file may hold it: of secrets only `${NAME}`, and absolute paths."""
     found = {name: str(Path(block[name]).absolute()) if name.endswith("_file") else block[name] for name in block}
-    return {name: value for name, value in found.items() if name not in SECRETS or _REFERENCE.fullmatch(value)}
+    return {name: value for name, value in found.items() if name not in SECRETS or VARIABLE.fullmatch(value)}
 
 
 def with_secrets(model: BaseModel, **options: Any) -> str:

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
 from rollstream.schemas.errors import ConfigError, NotAllowedError
 from rollstream.schemas.settings import RolloutSettings
-from rollstream.schemas.variables import conceal, expand, variables_in
+from rollstream.schemas.variables import VARIABLE, conceal, expand, variables_in
 
 CODE = "python:"
 COMMAND = "command:"
@@ -31,7 +31,6 @@ MODEL = "model:"
 PLACE = "place:"
 _MODEL_PATH = "model.path"
 URL = re.compile(r"https?://", re.IGNORECASE)
-VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 ALLOW_VARIABLE = "ROLLSTREAM_ALLOW"
 REMEDY = (
     f"if you trust it, start the service with --allow NAME (or {ALLOW_VARIABLE}), spelt as here; services that "

@@ -38,6 +38,8 @@ _FOLDER = "PWD"
 _named: set[str] = set()
 """Variables that the configurations read by this process name: as many as these."""
 _WORD_BEGINS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+"""A reference without a default."""
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 

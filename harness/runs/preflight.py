@@ -5,7 +5,6 @@ The endpoint of a run, seen from the harness: whether its port is free, its API 
 
 import logging
 import os
-import re
 import time
 import urllib.error
 import urllib.request
@@ -42,7 +41,7 @@ from rollstream.schemas.finetuning import adapter_path, builder_path
 from rollstream.schemas.permissions import COMMAND
 from rollstream.schemas.services import LOOPBACK
 from rollstream.schemas.users_code import import_module
-from rollstream.schemas.variables import as_written, conceal, expand
+from rollstream.schemas.variables import VARIABLE, as_written, conceal, expand
 
 if TYPE_CHECKING:
     from rollstream.harness.config.dataset import Example
@@ -313,7 +312,6 @@ def users_code(location: str, config: RunConfig) -> Iterator[None]:
 
 UNSPECIFIED = ("0.0.0.0", "::")
 """Hosts of a URL that lead to this machine."""
-REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 
 
 def check_endpoint(config: RunConfig, *, is_new: bool = True) -> None:
@@ -328,7 +326,7 @@ def check_endpoint(config: RunConfig, *, is_new: bool = True) -> None:
             f"{location}: services are external, so no endpoint is started here; run `rollstream serve endpoint` on "
             "their host"
         )
-    if config.served.token is not None and REFERENCE.fullmatch(config.served.token) is None:
+    if config.served.token is not None and VARIABLE.fullmatch(config.served.token) is None:
         raise ConfigError(
             f"{location}.token: secrets are not allowed in the file, which is stored with the run; "
             "write ${NAME} and set that environment variable"
