@@ -11,7 +11,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import monotonic as system_monotonic
+from time import monotonic
 from typing import Any
 
 from rollstream.eventlog import codec
@@ -104,18 +104,13 @@ class Pace:
     """Holds groups back that would be rolled out long before the learner gets to them."""
 
     def __init__(
-        self,
-        settings: PaceSettings | None = None,
-        version: Callable[[str], int] = lambda model_group: -1,
-        *,
-        monotonic: Callable[[], float] = system_monotonic,
+        self, settings: PaceSettings | None = None, version: Callable[[str], int] = lambda model_group: -1
     ) -> None:
         """`settings`: None: nothing is held back. `version`: a model group's current version, until the training of one
         is seen.
         """
         self._settings = settings
         self._version = version
-        self._monotonic = monotonic
         self._planned: dict[str, _Planned] = {}
         self._trained: dict[str, int] = {}
         self._train_s: dict[str, float] = {}
@@ -150,7 +145,7 @@ class Pace:
         """The group is settled, or was never admitted."""
         job_id, began_s = self._end(group_id)
         if job_id:
-            _mean(self._group_s, job_id, self._monotonic() - began_s)
+            _mean(self._group_s, job_id, monotonic() - began_s)
             self._wake()
 
     def retry_after_s(self) -> int | None:
@@ -205,7 +200,7 @@ class Pace:
 
     def _begin(self, group_id: str, job_id: str) -> None:
         self._end(group_id)
-        self._open[group_id] = job_id, self._monotonic()
+        self._open[group_id] = job_id, monotonic()
         self._num_open[job_id] += 1
 
     def _end(self, group_id: str) -> tuple[str, float]:

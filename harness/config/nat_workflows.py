@@ -142,7 +142,7 @@ def check(file: ConfigFile, reward: str | None, *, has_dataset: bool, validates_
     config_of(sections_of(file))
 
 
-def sections_of(file: ConfigFile, env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def sections_of(file: ConfigFile) -> dict[str, Any]:
     """The sections of a file that NAT reads, with `${ENV}` expanded, without the dataset and our components."""
     assert file.workflow is not None
     evaluators = {name: block.model_dump(mode="json", by_alias=True) for name, block in file.eval.evaluators.items()}
@@ -150,7 +150,7 @@ def sections_of(file: ConfigFile, env: Mapping[str, str] = os.environ) -> dict[s
     written: dict[str, Any] = {name: getattr(file, name) for name in SECTIONS if getattr(file, name)}
     written["workflow"] = file.workflow.model_dump(mode="json", by_alias=True)
     written["eval"] = {"general": general, "evaluators": evaluators}
-    expanded: Any = expand(written, env)
+    expanded: Any = expand(written, os.environ)
     return expanded
 
 

@@ -181,7 +181,7 @@ def check_evaluators(config: RunConfig, env: Mapping[str, str] = os.environ) -> 
             read(name, block, permissions_of(config, env), compiles_patterns=True)
 
 
-def check_references(config: RunConfig, env: Mapping[str, str] = os.environ) -> None:
+def check_references(config: RunConfig) -> None:
     """Raises ConfigError for a new run with a JSON schema that refers to what it does not contain.
 
     External services read the file of a schema themselves.
@@ -189,10 +189,10 @@ def check_references(config: RunConfig, env: Mapping[str, str] = os.environ) -> 
     from rollstream.producers.evaluators import table
 
     for name, block in evaluators_of(config).items() if config.builder.services == "managed" else ():
-        table.check_references(name, block, permissions_of(config, env))
+        table.check_references(name, block, permissions_of(config))
 
 
-def check_agents(config: RunConfig, env: Mapping[str, str] = os.environ) -> None:
+def check_agents(config: RunConfig) -> None:
     """Raises ConfigError for a new run with an evaluator of an agent that it does not have.
 
     Where rollouts are played outside, their agents are known only if the configuration names them.
@@ -203,7 +203,7 @@ def check_agents(config: RunConfig, env: Mapping[str, str] = os.environ) -> None
     if is_outside and "agents" not in config.builder.model_fields_set:
         return
     for name, block in evaluators_of(config).items():
-        agent = getattr(read(name, block, permissions_of(config, env)), "agent", None)
+        agent = getattr(read(name, block, permissions_of(config)), "agent", None)
         if agent is not None and agent not in config.agents:
             raise ConfigError(
                 f"{SECTION}.{name}.agent: {agent!r} is not an agent of the run, so no answer would be scored; name one "
@@ -211,16 +211,16 @@ def check_agents(config: RunConfig, env: Mapping[str, str] = os.environ) -> None
             )
 
 
-def check_reward(config: RunConfig, name: str, env: Mapping[str, str] = os.environ) -> None:
+def check_reward(config: RunConfig, name: str) -> None:
     """Look a reward up, or build the evaluator, as producers will. Raises ConfigError naming the path."""
     from rollstream.producers.evaluators.table import check
     from rollstream.producers.rollout.registry import reward
 
     if name in config.evaluators:
-        check(name, config.evaluators[name], permissions_of(config, env))
+        check(name, config.evaluators[name], permissions_of(config))
         return
     try:
-        reward(name, permissions_of(config, env))
+        reward(name, permissions_of(config))
     except ConfigError as error:
         named = ", ".join(sorted(config.evaluators)) or "none"
         raise ConfigError(f"{path_of(config, name)}: {error}; {SECTION} has: {named}") from error

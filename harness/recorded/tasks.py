@@ -13,7 +13,6 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.schemas import ids
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedGroup, RecordedMember
-from rollstream.schemas.events.rollouts import Purpose
 from rollstream.schemas.settings import RolloutSettings
 
 MAX_INLINE_BYTES = 256 * 1024
@@ -61,11 +60,9 @@ def tasks_of(
     settings: RolloutSettings,
     name: str | None = None,
     first_index: int = 0,
-    minimum: int = 1,
     min_version: int = 0,
     seed: int = 0,
     time_ms: int = 0,
-    purpose: Purpose = "train",
 ) -> list[TaskRequested]:
     """One task a group, in order, each member of which plays one recorded rollout.
 
@@ -88,10 +85,10 @@ def tasks_of(
                 job_id=job_id,
                 epoch=epoch,
                 index=index,
-                purpose=purpose,
+                purpose="train",
                 inputs=inputs_of(group),
                 num_rollouts=len(group.members),
-                minimum=minimum,
+                minimum=1,
                 min_version=min_version,
                 settings=settings,
             )

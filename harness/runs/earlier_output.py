@@ -5,7 +5,7 @@ A folder never mixes two runs: the histories of a failed run would otherwise lie
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,7 +44,7 @@ BESIDE_WEIGHTS = (
 )
 
 
-def check_output_dir(config: RunConfig, env: Mapping[str, str] = os.environ) -> None:
+def check_output_dir(config: RunConfig) -> None:
     """Raises ConfigError if the output folder cannot be written, or is that of a base model or teacher of the run.
 
     A model that is trained in full would replace its files. Creates nothing.
@@ -55,7 +55,7 @@ def check_output_dir(config: RunConfig, env: Mapping[str, str] = os.environ) -> 
     is_elsewhere = config.is_external or config.builder.services == "external"
     if is_elsewhere or all(one.adapter.model.lora is not None for one in config.trained().values()):
         return
-    models = _bases(config, env) | _teachers(config, env)
+    models = _bases(config) | _teachers(config)
     for one in (folder, *(folder / name for name in _groups(config))):
         if one.resolve() in models:
             raise ConfigError(
@@ -64,16 +64,14 @@ def check_output_dir(config: RunConfig, env: Mapping[str, str] = os.environ) -> 
             )
 
 
-def take_output_dir(
-    config: RunConfig, run_id: str, *, is_new: bool, env: Mapping[str, str] = os.environ
-) -> Path | None:
+def take_output_dir(config: RunConfig, run_id: str, *, is_new: bool) -> Path | None:
     """Leave in `output_dir` no files of another run; returns the folder that they were moved to, None if none were.
 
     What was moved away of a run that goes on is moved back.
     """
     folder = config.finetuning.output_dir
     owner = _owner(folder)
-    earlier = move_earlier_output(config, env) if is_new or owner not in (None, run_id) else None
+    earlier = move_earlier_output(config) if is_new or owner not in (None, run_id) else None
     if not is_new and owner != run_id:  # none, too: a kill may have come in between
         _bring_back(folder, run_id)
     if _owner(folder) != run_id:  # moved away, too: a new run may have the id of another workspace's
@@ -101,14 +99,14 @@ def _bring_back(folder: Path, run_id: str) -> None:
             return
 
 
-def move_earlier_output(config: RunConfig, env: Mapping[str, str] = os.environ) -> Path | None:
+def move_earlier_output(config: RunConfig) -> Path | None:
     """Move model and histories of an earlier run into `earlier`, `earlier-2`, ...; returns that folder, None if there
     was nothing to move.
 
     Models of several model groups lie in a folder for each: those of this run's groups are moved, and those that an
     earlier run has listed. Other files stay, and so does every file of a folder that holds a base model of this run.
     """
-    folder, bases = config.finetuning.output_dir, _bases(config, env)
+    folder, bases = config.finetuning.output_dir, _bases(config)
     folders = [folder, *(folder / name for name in sorted({*_groups(config), *_listed(folder)}))]
     found = {one: _of_a_run(one) for one in folders if one.resolve() not in bases}
     if not any(found.values()):
@@ -166,21 +164,21 @@ def _names(folder: Path) -> Iterator[Path]:
     yield from (folder / f"{EARLIER}-{number}" for number in itertools.count(2))
 
 
-def _bases(config: RunConfig, env: Mapping[str, str]) -> set[Path]:
+def _bases(config: RunConfig) -> set[Path]:
     """Paths of the base models; without those that only external services know."""
-    return _folders((one.adapter.model.path for one in config.by_group().values()), env)
+    return _folders(one.adapter.model.path for one in config.by_group().values())
 
 
-def _teachers(config: RunConfig, env: Mapping[str, str]) -> set[Path]:
+def _teachers(config: RunConfig) -> set[Path]:
     teachers = (teacher_of(one.adapter.algorithm) for one in config.trained().values())
-    return _folders((one.path for one in teachers if one is not None and one.path), env)
+    return _folders(one.path for one in teachers if one is not None and one.path)
 
 
-def _folders(paths: Iterable[str], env: Mapping[str, str]) -> set[Path]:
+def _folders(paths: Iterable[str]) -> set[Path]:
     found: set[Path] = set()
     for path in paths:
         with suppress(ConfigError):
-            found.add(Path(str(expand(path, env, "model.path"))).expanduser().resolve())
+            found.add(Path(str(expand(path, os.environ, "model.path"))).expanduser().resolve())
     return found
 
 

@@ -3,14 +3,14 @@
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rollstream.schemas.errors import RunFailedError
 
 
-def is_started_together(env: Mapping[str, str] = os.environ) -> bool:
+def is_started_together() -> bool:
     """Whether torchrun started this process among others."""
-    return int(env.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 class ProcessFailedError(RunFailedError):

@@ -25,9 +25,8 @@ POLL_S = 0.05
 class QueryLanes:
     """Runs queries on forks of this process, at most NUM_SHORT + NUM_LONG of them together."""
 
-    def __init__(self, database: Database, *, short_s: float = SHORT_S) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._short_s = short_s
         self._short = asyncio.Semaphore(NUM_SHORT)
         self._long = asyncio.Semaphore(NUM_LONG)
         # Threads of their own: waiting for queries must not keep the projector's writes waiting.
@@ -61,7 +60,7 @@ class QueryLanes:
         await _enter(lane, limits, begins_by)
         try:
             async with self._started(sql, limits, begins_by) as query:
-                short_s = min(self._short_s, limits.timeout_s)
+                short_s = min(SHORT_S, limits.timeout_s)
                 if await self._is_over(query, short_s):
                     return query.answer()
                 if short_s == limits.timeout_s:

@@ -323,10 +323,10 @@ def test_tasks_have_derived_ids_and_are_the_same_for_the_same_groups():
         "settings": RolloutSettings(environment="python:a.b"),
         "seed": 7,
     }
-    tasks = tasks_of(groups, **given, first_index=10, minimum=2)
-    assert tasks == tasks_of(groups, **given, first_index=10, minimum=2)
+    tasks = tasks_of(groups, **given, first_index=10)
+    assert tasks == tasks_of(groups, **given, first_index=10)
     assert [task.group_id for task in tasks] == [f"r/rl/e00002/t000{n}" for n in (10, 11, 12)]
-    assert [(task.num_rollouts, task.minimum) for task in tasks] == [(1, 1), (2, 2), (3, 2)]
+    assert [(task.num_rollouts, task.minimum) for task in tasks] == [(1, 1), (2, 1), (3, 1)]
     assert {task.settings.environment for task in tasks} == {"recorded"}
     assert tasks_of(groups, **given, name="given")[0].group_id == "r/given/e00002/t00000"
     assert inputs_of(groups[0]) == {"recorded": [{"rollout": {}}]}
