@@ -26,8 +26,9 @@ from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.sampling_checks import reads_base_models
 from rollstream.harness.runs.stored_config import check_stored, check_variables, from_variables, name_changes
 from rollstream.learner.versions import library_versions
+from rollstream.producers.engines.base import base_model_of
 from rollstream.producers.league.draw import frozen_player
-from rollstream.producers.league.opponents import PublishedVersions, base_model_of
+from rollstream.producers.league.opponents import PublishedVersions
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError, TruncatedError

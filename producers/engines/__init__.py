@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.producers.engines import table
+    from rollstream.producers.engines import base, table
 
-__all__ = ["table"]
+__all__ = ["base", "table"]

@@ -17,6 +17,7 @@ from rollstream.schemas.engine_settings import EngineSettings
 from rollstream.schemas.errors import EnvironmentRunError, ModelError, PromptRefusedError, PromptTooLongError
 from rollstream.schemas.events.rollouts import VersionSpan
 from rollstream.schemas.events.weights import WeightsPublished
+from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import Sampling
 from rollstream.schemas.tokens import MAX_KEPT, KeptIds
 
@@ -147,6 +148,18 @@ def check_base_model(published: WeightsPublished, base_model: str) -> None:
             f"version {published.version} of {published.model_group} is an adapter of other weights than those of "
             f"model {base_model} here; copy the weight files from where it was trained"
         )
+
+
+def base_model_of(published: WeightsPublished, permissions: Permissions | None) -> str:
+    """The base model of a version, as an engine here loads it; without `permissions` it loads none.
+
+    Raises NotAllowedError for one that may not be loaded, ModelError for one with other files, see `check_base_model`.
+    """
+    base_model = published.base_model
+    if permissions is not None:
+        base_model = permissions.model_path(base_model, "base model")
+    check_base_model(published, base_model)
+    return base_model
 
 
 class DeviceLostError(ModelError):

@@ -22,7 +22,7 @@ from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.eventlog.terms import Owner
-from rollstream.producers.engines.base import Engine, check_base_model
+from rollstream.producers.engines.base import Engine, base_model_of
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import (
@@ -251,8 +251,7 @@ class WeightFollower:
             await self._unload_ended()
         began = time.perf_counter()
         try:
-            base_model = self._base_model(published)
-            path = await in_own_thread(self._fetched, published, base_model)
+            base_model, path = await in_own_thread(self._fetched, published)
             try:
                 await self._engine.load(published.model_copy(update={"base_model": base_model}), path)
             except BaseException:
@@ -291,15 +290,10 @@ class WeightFollower:
         )
         logger.info("loaded model_group=%s version=%d", published.model_group, published.version)
 
-    def _fetched(self, published: WeightsPublished, base_model: str) -> Path:
-        """Local path of a version that fits its base model. Runs in another thread."""
-        check_base_model(published, base_model)
-        return self._artifacts.fetch(published.artifact)
-
-    def _base_model(self, published: WeightsPublished) -> str:
-        if not self._engine.capabilities.loads_models:
-            return published.base_model
-        return self._permissions.model_path(published.base_model, "base_model")
+    def _fetched(self, published: WeightsPublished) -> tuple[str, Path]:
+        """The base model, and local path of a version that fits it. Runs in another thread."""
+        permissions = self._permissions if self._engine.capabilities.loads_models else None
+        return base_model_of(published, permissions), self._artifacts.fetch(published.artifact)
 
     def _refuse(self, published: WeightsPublished, error: ArtifactError | ModelError | ConfigError) -> None:
         self._refused.add(published.event_id)

@@ -21,7 +21,7 @@ from rollstream.eventlog.reading import MOST_RECORDS, decoded, read_events, read
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.eventlog.terms import Owner
-from rollstream.producers.engines.base import Engine, Generation, check_base_model
+from rollstream.producers.engines.base import Engine, Generation, base_model_of
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, ModelError, RollstreamError, StoreUnavailableError
@@ -50,18 +50,6 @@ def as_recorded(generation: Generation, player: str) -> Generation:
         return generation
     spans = tuple(span.model_copy(update={"model_group": found[0]}) for span in generation.spans)
     return replace(generation, spans=spans)
-
-
-def base_model_of(published: WeightsPublished, permissions: Permissions | None) -> str:
-    """The base model of an opponent's version, as an engine here loads it; without `permissions` it loads none.
-
-    Raises NotAllowedError for one that may not be loaded, ModelError for one with another tokenizer than it had.
-    """
-    base_model = published.base_model
-    if permissions is not None:
-        base_model = permissions.model_path(base_model, "base model")
-    check_base_model(published, base_model)
-    return base_model
 
 
 @dataclass(slots=True)

@@ -334,7 +334,7 @@ def test_a_task_whose_weights_are_of_a_model_that_is_not_allowed_is_refused(tmp_
         task = attack(environment="guess_number", environment_config={}, agents={"agent": "run-1/policy"})
         return await served(log, settings, task, engine=LoadingEngine())
 
-    assert_refused(asyncio.run(scenario("model:/models")), "base_model", "model:/home/other/model")
+    assert_refused(asyncio.run(scenario("model:/models")), "base model", "model:/home/other/model")
     events = asyncio.run(scenario("model:/home/other/model"))
     assert not any(getattr(event, "cause", None) == "not_allowed" for event in events)
 
