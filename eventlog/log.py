@@ -4,6 +4,7 @@ Implemented by `kafka.log.KafkaLog` and `memory.log.MemoryLog` under one contrac
 their short names (keys of `rollstream.schemas.topics.TOPICS`).
 """
 
+import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -289,6 +290,11 @@ class EventLog(Protocol):
     async def cluster_id(self) -> str:
         """Identity of the cluster."""
         ...
+
+
+def wall_ms() -> int:
+    """Wall clock in milliseconds since the epoch, as events and records have their times."""
+    return time.time_ns() // 1_000_000
 
 
 def partition_of(key: str | bytes, num_partitions: int) -> int:

@@ -6,10 +6,7 @@ The wall clock is asked once in a partition's life, when it is empty; a pause be
 import time
 from collections.abc import Callable
 
-
-def wall_ms() -> int:
-    """Wall clock in milliseconds since the epoch."""
-    return time.time_ns() // 1_000_000
+from rollstream.eventlog.log import wall_ms
 
 
 class EventClock:

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from time import monotonic as system_monotonic
 
 from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.log import EventLog, GroupReader, TopicPartition, check_kept
-from rollstream.producers import clock
-from rollstream.producers.clock import EventClock
+from rollstream.eventlog.log import EventLog, GroupReader, TopicPartition, check_kept, wall_ms
+from rollstream.producers.clock import EventClock, start_ms
 from rollstream.producers.ended_runs import CommitMetadata, EndedRuns
 from rollstream.producers.group_execution import WorkerContext
 from rollstream.producers.partition_owner import PartitionOwner
@@ -40,7 +39,7 @@ class RolloutWorker:
         tick_interval_s: float,
         commit_interval_s: float = COMMIT_INTERVAL_S,
         group: str = GROUP,
-        wall: Callable[[], int] = clock.wall_ms,
+        wall: Callable[[], int] = wall_ms,
         monotonic: Callable[[], float] = system_monotonic,
     ) -> None:
         """`wall` in milliseconds, `monotonic` in seconds; `group`: the consumer group of all producers."""
@@ -127,7 +126,7 @@ class RolloutWorker:
         num_partitions = await self._log.num_partitions("tasks")
         failpoint("producer/during-hand-over")
         for partition, (state, end) in (await recover(self._log, metadata)).items():
-            event_clock = EventClock(clock.start_ms(state.last_event_ms, self._wall), self._monotonic)
+            event_clock = EventClock(start_ms(state.last_event_ms, self._wall), self._monotonic)
             self._owners[partition] = PartitionOwner(
                 self._producer,
                 StepsWriter(self._log, partition, event_clock, end),

@@ -205,6 +205,7 @@ def test_planted_files_and_classes_are_found(tmp_path: Path, plant: Plant) -> No
         "losses_N = losses_N - settings.entropy_coefficient * tokens.entropies_N",
         'module = name.removeprefix(CODE).rpartition(".")[0]',
         'is_code = name.startswith("python:")',
+        "now_ms = time.time_ns() // 1_000_000",
         'location = f"trainer_adapters.{config.finetuning.trainer_adapter}.model"',
         'raise ConfigError(f"{name} cannot be imported: {error}") from error',
         'KINDS = {"dpo": "dpo"}',

@@ -1,6 +1,5 @@
 """The event log in memory of one process: for tests and for folds that need no broker. Nothing is written to disk."""
 
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,6 +14,7 @@ from rollstream.eventlog.log import (
     check_event_size,
     check_record_size,
     partition_of,
+    wall_ms,
 )
 from rollstream.eventlog.memory.groups import Group, MemoryGroupReader, MemoryReader, Store
 from rollstream.eventlog.rebalance import Callbacks
@@ -122,7 +122,7 @@ class MemoryLog:
         if partition is None:
             partition = partition_of(key or b"", self._store.num_partitions(topic))
         where = TopicPartition(topic, partition)
-        now_ms = time.time_ns() // 1_000_000
+        now_ms = wall_ms()
         record = Record(topic, partition, self._store.end(where), key, value, headers, now_ms)
         self._store.append(record)
         return record.position

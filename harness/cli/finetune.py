@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -178,6 +177,7 @@ def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
     The finetune process that conducts it saves the newest model and exits. A run that a shared model group began has no
     such process: its open jobs are cancelled, and its versions stay.
     """
+    from rollstream.eventlog.log import wall_ms
     from rollstream.harness.runs.plan import look_up
     from rollstream.harness.services.workspace import Workspace, on_log
     from rollstream.schemas.events import RunEnded
@@ -186,7 +186,7 @@ def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
         progress = await look_up(log, run)
         if progress.ended is not None:
             return f"run {run} had already ended ({progress.ended.cause})"
-        await log.send(RunEnded(run_id=run, time_ms=time.time_ns() // 1_000_000, cause="stopped"))
+        await log.send(RunEnded(run_id=run, time_ms=wall_ms(), cause="stopped"))
         return stopped_line(progress)
 
     async def write(log: "EventLog") -> None:

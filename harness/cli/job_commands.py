@@ -1,6 +1,5 @@
 """The command `jobs`: lists training jobs, shows one, cancels one. Options and formatting; the folds do the work."""
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,6 @@ from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rollstream.eventlog.log import EventLog
     from rollstream.harness.runs.progress import Progress
     from rollstream.learner.shared_model_group import FineTuneJob
@@ -110,16 +107,15 @@ async def find_job(log: "EventLog", job_id: str) -> "FineTuneJob":
     raise ConfigError(f"job {job_id} does not exist; `rollstream jobs` lists all jobs")
 
 
-async def cancel_job(
-    log: "EventLog", job_id: str, now_ms: "Callable[[], int]" = lambda: time.time_ns() // 1_000_000
-) -> None:
+async def cancel_job(log: "EventLog", job_id: str) -> None:
     """Cancel a job. Raises ConfigError for one that does not exist or is over."""
+    from rollstream.eventlog.log import wall_ms
     from rollstream.learner.shared_model_group.fine_tune_job import cancel_events
 
     job = await find_job(log, job_id)
     if job.is_over:
         raise ConfigError(f"job {job_id} is over ({job.state}); only an open job can be cancelled")
-    await log.send_all(cancel_events(job, CAUSE, now_ms()))
+    await log.send_all(cancel_events(job, CAUSE, wall_ms()))
 
 
 def chosen_runs(found: "list[Progress]", chosen: str | None) -> "list[Progress]":

@@ -1,7 +1,6 @@
 """Command `rollback`: asks for an earlier version of a model group; curation plans it and the learner publishes it."""
 
 import asyncio
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,13 +62,14 @@ def rollback(
     version; rollouts of the versions before that are not trained on.
     """
     from rollstream.eventlog.artifacts import ArtifactStore
+    from rollstream.eventlog.log import wall_ms
     from rollstream.harness.services.workspace import Workspace, on_log
 
     wanted, layout = parse_target(target), Workspace(workspace)
     store = ArtifactStore(artifact_uri or layout.artifact_uri())
 
     async def write(log: "EventLog") -> None:
-        request = await rollback_request(log, store, wanted, reason=reason, time_ms=time.time_ns() // 1_000_000)
+        request = await rollback_request(log, store, wanted, reason=reason, time_ms=wall_ms())
         await log.send(request)
         click.echo(
             f"requested: {wanted.model_group} returns to version {wanted.version} with the next version that is "

@@ -6,7 +6,6 @@ from the same log or from an export, see `replay.what_if.imports`.
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import JsonValue
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import EventLog, wall_ms
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_model, check_values, silence, warn
 from rollstream.harness.config.jobs import jobs_of
@@ -138,7 +137,7 @@ async def _begun(
     return parent.model_copy(
         update={
             "run_id": run_id,
-            "time_ms": time.time_ns() // 1_000_000,
+            "time_ms": wall_ms(),
             "name": f"{parent.name}-what-if",
             "config": written,
             "num_partitions": await log.num_partitions("trajectories"),

@@ -6,11 +6,10 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Mapping, Sequence
 
 from rollstream.eventlog.codec import content_digest
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import EventLog, wall_ms
 from rollstream.eventlog.run_offsets import ends_now
 from rollstream.harness.runs.follower import records_of
 from rollstream.harness.runs.outcome import reason_of, reason_of_job
@@ -210,6 +209,6 @@ async def give_signs_of_life(log: EventLog, started: RunStarted, *, is_new: bool
             await asyncio.sleep(started.idle_timeout_s / SIGNS_PER_TIMEOUT)
         is_new = True
         try:
-            await log.send(RunContinued(run_id=started.run_id, time_ms=time.time_ns() // 1_000_000))
+            await log.send(RunContinued(run_id=started.run_id, time_ms=wall_ms()))
         except LogError as error:
             logger.warning("no sign of life of run_id=%s is written, it is tried again: %s", started.run_id, error)

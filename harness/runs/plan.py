@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import time
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
@@ -11,7 +10,7 @@ from pydantic import JsonValue
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, record_size
+from rollstream.eventlog.log import EventLog, record_size, wall_ms
 from rollstream.eventlog.reading import unknown_run
 from rollstream.harness.config import dataset
 from rollstream.harness.config import file as config_file
@@ -83,7 +82,7 @@ async def new_run(
     await check_frozen(log, config, run_id)
     started = RunStarted(
         run_id=run_id,
-        time_ms=time.time_ns() // 1_000_000,
+        time_ms=wall_ms(),
         name=name,
         config=loaded.written,
         seed=config.adapter.seed,

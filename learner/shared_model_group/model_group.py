@@ -5,14 +5,13 @@ from their records, processors assemble and plan them, and a learner trains them
 knows is a fold of the log, so another process that opens the group goes on with its jobs.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Self
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import EventLog, wall_ms
 from rollstream.learner.shared_model_group import examples, fine_tune_job, parameters
 from rollstream.learner.shared_model_group.job_lifecycle import (
     FAILURES,
@@ -56,7 +55,7 @@ class SharedModelGroup:
         agent_names: Sequence[str] | None = None,
         max_message_rounds: int = 1,
         options: FineTuneOptions | None = None,
-        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        now_ms: Callable[[], int] = wall_ms,
     ) -> None:
         """`run_id`: an existing run, or one that the group begins; the model group is `<run_id>/<group_name>`.
 

@@ -47,6 +47,7 @@ ONE_HOME = {
     re.compile(r"settings\.entropy_coefficient \*"): "",
     re.compile(r"removeprefix\(CODE\)|cannot be imported: \{"): "schemas/users_code.py",
     re.compile(r"""["']python:["']"""): "schemas/permissions.py",
+    re.compile(r"time_ns\(\) // "): "eventlog/log.py",
     re.compile(r"(trajectory_builder|trainer_adapter|trainer)s\.\{[\w.]*\.\1\}"): "schemas/finetuning.py",
     re.compile(r"\bos\.(replace|rename|fsync)\(|\bshutil\.move\("): "eventlog/files.py",
     re.compile(r"\.is_spliced = |has_open_attempts and"): "eventlog/attempts.py",
