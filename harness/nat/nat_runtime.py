@@ -39,7 +39,7 @@ class Played(NamedTuple):
     score: float | None = None
     error: str | None = None
     missing_score: str | None = None
-    """Why there is no score, if the workflow did not fail."""
+    """The reason for which there is no score, if the workflow did not fail."""
 
 
 class Failures:

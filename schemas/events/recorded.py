@@ -152,7 +152,7 @@ class RecordedRollout(_Value):
     error: str | None = None
     """It is known to be broken, and why: its attempts fail with this message."""
     missing_score: str | None = added(None)
-    """Why nobody could score it, if somebody was asked to: a missing score, as one of a reward function is."""
+    """Reason for which its evaluator gave no score: a missing score, as that of a reward function is."""
 
     @model_validator(mode="after")
     def _rewards_have_steps(self) -> "RecordedRollout":
