@@ -51,7 +51,8 @@ from rollstream.learner.model.step import train_batch
 from rollstream.learner.model.tree_attention import use_flash_attention
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.algorithms import GrpoSettings
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 """Without a GPU, `--size tiny --cases small` rehearses all settings."""

@@ -52,7 +52,8 @@ from rollstream.schemas.events import BatchPlanned, JobSubmitted, StepTrained, T
 from rollstream.schemas.events.rollouts import Completion, TokenSequence
 from rollstream.schemas.events.training import BatchMember
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings, ModelSettings
 
 SIZES = {"0.1M": {}, "13M": {"hidden_size": 384, "num_layers": 6, "intermediate_size": 1536}}
 PHASES = {

@@ -43,7 +43,8 @@ from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, SftSettings
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.permissions import NOTHING
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings, ModelSettings
 
 SIZES: dict[str, dict[str, Any]] = {
     "0.3M": {"hidden_size": 96, "num_layers": 3, "intermediate_size": 256},

@@ -49,7 +49,8 @@ from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.events.rollouts import Completion
 from rollstream.schemas.permissions import NOTHING
 from rollstream.schemas.policy_gradient import OverlongSettings
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
 
 ALL_TOKENS = 100_000
 """Tokens of a micro-batch that holds the whole batch."""

@@ -27,11 +27,10 @@ from rollstream.schemas.events import (
     StepTrained,
     WeightsPublished,
 )
+from rollstream.schemas.revisions import RETRIES_GO_ON_SINCE
 
 MAX_CLOSED = 10_000
 """Jobs, and ended runs, that are remembered when they are over: so many later ones before a repeat counts as new."""
-RETRIES_GO_ON_SINCE = 15
-"""The revision of jobs since which a retry goes on with the learning-rate schedule of the attempts before it."""
 
 
 @dataclass(frozen=True, slots=True)

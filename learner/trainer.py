@@ -31,7 +31,7 @@ from rollstream.learner.parallel.process_ranks import DROP, LOAD, ProcessRanks
 from rollstream.learner.parallel.refusals import refused
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, checkpointed, write_shards
 from rollstream.learner.progress import TrainedStep, manifest_metrics, schedule_of
-from rollstream.learner.scoring.index import SCORES_SINCE, ScoreAsked
+from rollstream.learner.scoring.index import ScoreAsked
 from rollstream.learner.scoring.models import ScoringModels, compute_as_set
 from rollstream.learner.scoring.scored_batch import asked_of, batch_of, encoded
 from rollstream.learner.scoring.scores import NONE, Scores
@@ -40,6 +40,7 @@ from rollstream.schemas.devices import own_threads
 from rollstream.schemas.errors import ConfigError, RollstreamError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, TrajectoryAssembled, WeightsPublished
 from rollstream.schemas.permissions import NOTHING, Permissions
+from rollstream.schemas.revisions import RATIOS_WITHOUT_DROPOUT_SINCE, SCORES_SINCE
 from rollstream.schemas.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class JobTrainer:
         with ranks.together(LOAD, job.model_dump_json().encode()):
             self.model = policy_of(self._settings.model, ranks, seed=seed, path=path)
         warn_of_head(self.model.settings, self.model.compute_dtype, is_plain=self.model.selects_logprobs)
-        if self._settings.revision >= 2:
+        if self._settings.revision >= RATIOS_WITHOUT_DROPOUT_SINCE:
             self.model.use_dropout(not algorithm.needs.compares_logprobs)
         self.model.compute_as(self._settings.revision)
         self._optimizer = make_optimizer(self.model.trainable(), self._settings.optimizer)
@@ -109,9 +110,8 @@ class JobTrainer:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss computes log-probabilities under the job's base version, which `refer_to` must be given.
-
-        Later jobs read them from events, see `asked`.
+        """Whether the loss computes log-probabilities under the job's base version, which `refer_to` must be given;
+        since SCORES_SINCE, they are events, see `asked`.
         """
         return self._settings.algorithm.needs.reference and self._settings.revision < SCORES_SINCE
 

@@ -33,6 +33,7 @@ from rollstream.schemas.events import (
     StepRecorded,
     TaskRequested,
 )
+from rollstream.schemas.revisions import NEWEST_GROUP_REVISION
 from rollstream.schemas.settings import EXTERNAL, RolloutSettings
 from rollstream.schemas.variables import conceal
 
@@ -142,8 +143,7 @@ class GroupExecution:
         """
         refusal = None if self._stop.done() else self._producer.refusal(self.task.settings)
         if refusal is not None:
-            await self._refuse(refusal)
-            return
+            return await self._refuse(refusal)
         try:
             if self.state is None:
                 stopped = await self._unless_stopped(self._may_start(), None)
@@ -257,7 +257,7 @@ class GroupExecution:
             reward_weights=settings.reward_weights,
             void_cause=void_cause,
             owner=self._producer.name,
-            revision=3,
+            revision=NEWEST_GROUP_REVISION,
             **seats_of(task)._asdict(),
         )
 

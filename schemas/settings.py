@@ -1,7 +1,7 @@
 """Resolved settings that events carry: what a rollout, a plan or a job is to do. Values only, no secrets."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Discriminator, Field, FiniteFloat, JsonValue, Tag, model_validator
@@ -10,6 +10,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.algorithms import Algorithm, GrpoSettings
 from rollstream.schemas.base import Settings, added
 from rollstream.schemas.league import LeagueSettings, OpponentVersions
+from rollstream.schemas.revisions import NEWEST_PLAN_REVISION, SMALL_GROUPS_SINCE
 
 EXTERNAL: Literal["external"] = "external"
 """Kind of a job, and policy of its rollouts, that another training backend trains."""
@@ -164,23 +165,25 @@ class PlanSettings(Settings):
     has_recorded_sizes: bool = added(False)
     """Whether a task asks for no more rollouts than its example's inputs hold recorded ones."""
     revision: Literal[1, 2, 3, 4] = added(1)
-    """Rules of planning; a recorded plan keeps its own. 2: a group smaller than `min_generations` is viable if all of
-    it is complete; of an epoch's validations the one whose group closed last is judged, by all its groups; a refill
-    asks for an example twice only where there is no other. 3: manifests count the rollbacks before them, and schedule
-    and percentage none; the gate counts rewards without sampled tokens. 4: the curriculum compares by agent."""
+    """Rules of planning (`PLAN_REVISIONS`); a recorded plan keeps its own."""
 
     def minimum_of(self, size: int) -> int:
         """Complete rollouts that a group of that size must have to be trained on: all of a small one."""
         minimum = min(self.min_generations, self.num_generations)
-        return max(1, min(minimum, size)) if self.revision >= 2 else minimum
+        return max(1, min(minimum, size)) if self.revision >= SMALL_GROUPS_SINCE else minimum
 
 
-COUNTS_ADOPTED_SINCE = 3
-"""The revision of plans since which manifests count the rollbacks before them."""
-JUDGES_AGENTS_SINCE = 4
-"""The revision of plans since which the curriculum compares rewards of the same agent."""
-NEW_PLAN: Mapping[str, Any] = {"knows_single_group": True, "revision": 4}
+NEW_PLAN: Mapping[str, Any] = {"knows_single_group": True, "revision": NEWEST_PLAN_REVISION}
 """Fields of new plans by which they follow the newest rules."""
+
+
+EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
+"""Names of the modules that may have one weight together."""
+
+
+def has_embeddings(target_modules: Iterable[str]) -> bool:
+    """Whether an adapter is on the embeddings or the head, of which peft keeps the base weights beside it."""
+    return not EMBEDDINGS.isdisjoint(target_modules)
 
 
 class LoraSettings(Settings):
@@ -305,22 +308,6 @@ class WarmStart(Settings):
     """Whether it also applies in a run that branches from a version of another one, which has trained weights."""
 
 
-NEWEST_REVISION: Literal[15] = 15
-"""Value of `JobSettings.revision` in new jobs."""
-CORRECTED_SINCE = 10
-"""The revision of the rules of losses and advantages that `JobSettings.revision` lists for 10."""
-BOUNDED_SINCE = 11
-"""The revision since which recorded log-ratios to the reference are bounded by token."""
-SHARES_KEYS_SINCE = 12
-"""The revision since which a CPU attends to shared keys and values in place."""
-OWN_VERSIONS_SINCE = 13
-"""The revision since which only versions of the model group that is trained have an age."""
-PAIRS_HAVE_MEMBERS_SINCE = 14
-"""The revision since which rows of pairs name the member that gave the answer."""
-CHECKS_PREPARED_SINCE = 14
-"""The revision since which advantages and weights that float32 does not hold fail the job."""
-
-
 class JobSettings(Settings):
     """All that a learner needs for one job."""
 
@@ -338,26 +325,7 @@ class JobSettings(Settings):
     threads: int | None = Field(default=None, ge=1)
     """Fixed number of CPU threads; part of the conditions for an equal replay."""
     revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15] = added(1)
-    """Rules by which the learner trains; a recorded job keeps those that it was trained by. Since 2, dropout is off
-    where a ratio or a log-ratio is computed, and linear and cosine schedules reach `final_fraction` after the last
-    step, so that the last step trains. Since 3, hidden states are gathered before the head and the head is applied to
-    a chunk of tokens at a time, which sums in another order. Since 4, what rows have in common at their beginning is
-    computed once, rows are not padded, and the size of a micro-batch goes by the device. Since 5, steps record how far
-    engine and learner are apart. Since 6, log-probabilities under a reference are events (ReferenceScored).
-    Since 7, metrics of pairs are means over those that were trained. Since 8, a GPU may compute by fused kernels. Since
-    9, steps record how many tokens are how many versions old. Since 10, `max_rl` fails at a negative reward,
-    `aggregation: constant` divides by the rows of each mini-batch, `reinforce_pp` normalises over trained tokens alone,
-    log-ratios to a teacher are bounded on both sides, and two metrics count other tokens (`clip/divergence` of dppo,
-    `mismatch/log_ppl_diff`). Since 11, each token's log-ratio of the policy that sampled to the reference is bounded on
-    both sides (the KL penalty of `reinforce_pp`, the sampled reference point of `kto`). Since 12, rewards of steps are
-    discounted by the agent's own steps in between (before, also by those of tools and of other agents), and on a CPU,
-    query heads read the keys and values that they share in place, which sums their gradients in another order. Since
-    13, the versions of another model group, as in a what-if, are not compared with that of the weights. Since 14, rows
-    of pairs name the member that gave the answer (before, the batch's first), and advantages and weights that float32
-    does not hold fail the job (before, their steps were skipped). Since 15, rollouts of weight 0 count in the mean of
-    `expert_iteration`, the learning-rate schedule of a retried fine-tuning job goes on (before, it began again), a
-    reward above `MAX_REWARD_SUM` fails the job, and the KL penalty of `reinforce_pp` is summed over a rollout (before,
-    over a row)."""
+    """Rules by which the learner trains (`JOB_REVISIONS`); a recorded job keeps those that it was trained by."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""
 

@@ -21,6 +21,7 @@ from rollstream.schemas.events.recorded import MADE_ELSEWHERE, RECORDED
 from rollstream.schemas.kafka import KafkaSettings, from_environment, given, merged
 from rollstream.schemas.league import LeagueSettings, OpponentVersions
 from rollstream.schemas.permissions import named_by, named_by_algorithm, named_by_model, named_by_teacher
+from rollstream.schemas.revisions import NEWEST_PLAN_REVISION, NEWEST_REVISION
 from rollstream.schemas.services import (
     EndpointSettings,
     LearnerSettings,
@@ -34,7 +35,6 @@ from rollstream.schemas.settings import (
     EXTERNAL,
     FROZEN,
     NEW_PLAN,
-    NEWEST_REVISION,
     ForkPoint,
     JobSettings,
     JobSpec,
@@ -204,7 +204,7 @@ def _warm_start_job(config: RunConfig, run_id: str, name: str) -> JobSpec:
         min_generations=1,
         max_staleness=warm.num_epochs * warm.batches_per_epoch,
         drop_zero_variance=False,
-        revision=NEW_PLAN["revision"],
+        revision=NEWEST_PLAN_REVISION,
     )
     algorithm = SftSettings(
         mini_batches=warm.mini_batches,

@@ -17,11 +17,15 @@ from rollstream.learner.algorithms.base import (
 )
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.policy_gradient import BATCH_WIDE, Advantage, OverlongSettings, PolicyGradientSettings
-from rollstream.schemas.settings import CORRECTED_SINCE, NEWEST_REVISION, OTHERS
+from rollstream.schemas.revisions import (
+    CHECKS_NEGATIVE_SINCE,
+    CONSTANT_BY_MINI_BATCH_SINCE,
+    NEWEST_REVISION,
+    OWN_STEPS_SINCE,
+)
+from rollstream.schemas.settings import OTHERS
 
 EPSILON = 1e-6
-OWN_STEPS_SINCE = 12
-"""The revision of jobs since which a discount counts a member's own steps alone."""
 
 
 def group_std(rewards_G: Sequence[float]) -> list[float]:
@@ -279,7 +283,7 @@ class PolicyGradient(Algorithm):
         """Advantages by row, or by token with step rewards; truncated completions are left out if settings say so."""
         statistics: Mapping[str, float] = {}
         rewards = penalised(batch, settings)
-        if batch.revision >= CORRECTED_SINCE:
+        if batch.revision >= CHECKS_NEGATIVE_SINCE:
             check_rewards(batch, rewards, settings)
         if settings.advantage == "rae":
             agents = [member.agent for member in batch.members]
@@ -311,13 +315,13 @@ def check_rewards(batch: BatchView, rewards: Sequence[float], settings: PolicyGr
 
 
 def normaliser_of(settings: PolicyGradientSettings, batch: BatchView) -> Normaliser:
-    """Normaliser for the setting `aggregation`. Jobs before CORRECTED_SINCE divide the rows of a batch by the number of
-    mini-batches.
+    """Normaliser for the setting `aggregation`. Jobs before CONSTANT_BY_MINI_BATCH_SINCE divide the rows of a batch by
+    the number of mini-batches.
     """
     if settings.aggregation != "constant":
         return Normaliser(settings.aggregation)
     assert settings.aggregation_length is not None
-    if batch.revision >= CORRECTED_SINCE:
+    if batch.revision >= CONSTANT_BY_MINI_BATCH_SINCE:
         return Normaliser("row_length", settings.aggregation_length)
     num_rows = max(1, len(batch.rows))
     return Normaliser("constant", num_rows * settings.aggregation_length / settings.mini_batches)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.events.rollouts import Completion, VersionSpan
-from rollstream.schemas.settings import NEWEST_REVISION
+from rollstream.schemas.revisions import NEWEST_REVISION
 
 if TYPE_CHECKING:
     from rollstream.learner.algorithms.tokens import Losses, TokenBatch

@@ -14,7 +14,7 @@ from rollstream.learner.algorithms.base import OTHER_GROUP
 from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, TokenBatch
 from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradientSettings
-from rollstream.schemas.settings import CORRECTED_SINCE
+from rollstream.schemas.revisions import COMPARES_OWN_SINCE
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def compared(tokens: TokenBatch, aged: AgedTokens) -> dict[str, Tensor]:
     counts = {
         f"{MISMATCH}tokens": len(aged.equal_K),
         f"{DRIFT}tokens": len(aged.other_K),
-        f"{MISMATCH}rows": len(tokens.lengths_B) if tokens.revision < CORRECTED_SINCE else aged.rows,
+        f"{MISMATCH}rows": len(tokens.lengths_B) if tokens.revision < COMPARES_OWN_SINCE else aged.rows,
         f"{DRIFT}versions": aged.versions,
     }
     found = {name: log_w_N.new_full((), count, dtype=torch.float64) for name, count in counts.items()}
@@ -184,7 +184,7 @@ def compared(tokens: TokenBatch, aged: AgedTokens) -> dict[str, Tensor]:
             "k3": _kl(log_w_K, "k3").sum(),
         }
         found |= {f"{prefix}{name}": value for name, value in sums.items()}
-    if tokens.revision < CORRECTED_SINCE:
+    if tokens.revision < COMPARES_OWN_SINCE:
         found[f"{MISMATCH}log_ppl"] = tokens.mean_by_row(-log_w_N).sum()
     else:
         found[f"{MISMATCH}log_ppl"] = -(log_w_N[aged.equal_K] * aged.shares_K.to(log_w_N.dtype)).sum()
@@ -198,9 +198,9 @@ def compared_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     mismatch/... of tokens that the trained version sampled itself, drift/... of other weights' tokens: kl and kl_k3,
     estimates of KL(sampling || trained) in nats a token; ess and chi2 as in `metrics`. mismatch/log_ppl_diff: mean over
     the sequences with tokens that the trained version sampled, of the log-perplexity of these under the trained policy
-    less that under the sampling one; before CORRECTED_SINCE, of all tokens and sequences. drift/tokens: share of tokens
-    that other weights sampled; drift/versions: how many versions old a token is on average, where one of another model
-    group counts as 0.
+    less that under the sampling one; before COMPARES_OWN_SINCE, of all tokens and sequences. drift/tokens: share of
+    tokens that other weights sampled; drift/versions: how many versions old a token is on average, where one of another
+    model group counts as 0.
     """
     if f"{MISMATCH}rows" not in sums:
         return {}

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollstream.schemas.policy_gradient import KlPenaltySettings
-from rollstream.schemas.settings import BOUNDED_SINCE, CORRECTED_SINCE, NEWEST_REVISION
+from rollstream.schemas.revisions import BOUNDS_RECORDED_SINCE, BOUNDS_TARGETS_SINCE, NEWEST_REVISION
 
 MAX_LOG_RATIO = 20.0
 """A log-ratio counts for no more: some engines write -9999 for a token that they held for hardly possible, and the
@@ -117,10 +117,10 @@ class TokenBatch(NamedTuple):
 
     def log_ratio_to(self, target_N: Tensor) -> Tensor:
         """log q - log p (N,) without a gradient, q the target and p the current policy, at most MAX_LOG_RATIO and at
-        least -MAX_LOG_RATIO; jobs before CORRECTED_SINCE have no lower bound.
+        least -MAX_LOG_RATIO; jobs before BOUNDS_TARGETS_SINCE have no lower bound.
         """
         found_N = log_ratio(target_N, self.logprobs_N.detach())
-        return found_N if self.revision < CORRECTED_SINCE else found_N.clamp(min=-MAX_LOG_RATIO)
+        return found_N if self.revision < BOUNDS_TARGETS_SINCE else found_N.clamp(min=-MAX_LOG_RATIO)
 
 
 class Losses(NamedTuple):
@@ -146,10 +146,10 @@ def recorded_log_ratio(
     logprobs_T: NDArray[np.float32], others_T: NDArray[np.float32], revision: int
 ) -> NDArray[np.float32]:
     """logprobs - others of recorded values, at most MAX_LOG_RATIO and at least -MAX_LOG_RATIO; without bounds in jobs
-    before BOUNDED_SINCE.
+    before BOUNDS_RECORDED_SINCE.
     """
     found_T = logprobs_T - others_T
-    return found_T if revision < BOUNDED_SINCE else found_T.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return found_T if revision < BOUNDS_RECORDED_SINCE else found_T.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def dual_clipped(objective: Tensor, advantages: Tensor, bound: float | None) -> Tensor:

@@ -17,7 +17,7 @@ from rollstream.schemas import tokens
 from rollstream.schemas.errors import DecodeError, RunFailedError
 from rollstream.schemas.events import TrajectoryAssembled
 from rollstream.schemas.events.rollouts import TokenSequence
-from rollstream.schemas.settings import CHECKS_PREPARED_SINCE
+from rollstream.schemas.revisions import CHECKS_PREPARED_SINCE
 
 MAX_SHARING = 8
 """A micro-batch holds so many times as many tokens as it computes: keys are gathered for each row."""

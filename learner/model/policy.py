@@ -34,10 +34,10 @@ from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.model.tensor_file import from_bytes, published_pieces, to_bytes
 from rollstream.learner.model.tree_attention import hidden_states, longest_row
-from rollstream.schemas.adapters import has_embeddings
 from rollstream.schemas.devices import choose_cublas_workspace, device_of
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import SHARES_KEYS_SINCE, ModelSettings
+from rollstream.schemas.revisions import FUSES_KERNELS_SINCE, SELECTS_LOGPROBS_SINCE, SHARES_KEYS_SINCE
+from rollstream.schemas.settings import ModelSettings, has_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +189,9 @@ class PolicyModel:
 
     def compute_as(self, revision: int) -> None:
         """Compute log-probabilities by the rules of a job's `revision`."""
-        self.selects_logprobs &= revision >= 3
-        self.may_fuse, self.copies_keys = self.settings.fused_kernels and revision >= 8, revision < SHARES_KEYS_SINCE
+        self.selects_logprobs &= revision >= SELECTS_LOGPROBS_SINCE
+        self.may_fuse = self.settings.fused_kernels and revision >= FUSES_KERNELS_SINCE
+        self.copies_keys = revision < SHARES_KEYS_SINCE
 
     def use_dropout(self, enabled: bool) -> None:
         """Apply the model's and the adapters' dropout in forwards from now on, or not."""

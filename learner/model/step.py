@@ -23,18 +23,18 @@ from rollstream.learner.model.policy import PolicyModel, Reference
 from rollstream.learner.model.ranks import of_all, whole
 from rollstream.schemas import ids
 from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.revisions import (
+    COMPARES_SINCE,
+    COUNTS_AGES_SINCE,
+    COUNTS_PAIRS_SINCE,
+    LAST_STEP_TRAINS_SINCE,
+    SHARES_PREFIXES_SINCE,
+    SIZES_BY_DEVICE_SINCE,
+)
 from rollstream.schemas.settings import JobSettings
 
 logger = logging.getLogger(__name__)
 
-SHARES_SINCE = 4
-"""Revision of the rules since which rows that begin alike are computed as a prefix tree."""
-COMPARES_SINCE = 5
-"""Revision since which the policy is compared with those that sampled: metrics of a step are a part of its record."""
-COUNTS_PAIRS_SINCE = 7
-"""Revision since which a batch's metrics are means over the pairs that were trained, not those of skipped steps."""
-COUNTS_AGES_SINCE = 9
-"""Revision since which a step records how old its tokens are."""
 ENTROPY = "policy/entropy"
 CPU_TOKENS, GPU_TOKENS = 2048, 16384
 """Default tokens of a micro-batch. A CPU is fastest if they fit its caches: see docs/performance.md."""
@@ -137,7 +137,7 @@ def train_batch(
     needs_proximal = chosen.needs.proximal and len(parts) > 1  # before a single step the policy is its own proximal
     proximal = _proximal(model, passes[0], divide, settings, taken) if needs_proximal else None
     planned = chosen.mini_batches * chosen.num_iterations
-    last_step = settings.num_versions * planned - (1 if settings.revision < 2 else 0)
+    last_step = settings.num_versions * planned - (1 if settings.revision < LAST_STEP_TRAINS_SINCE else 0)
     for number, part in enumerate(parts):
         compared = version if compares and number == 0 else None
         gradients = partial(_gradients, work, part, ids.derive_seed(seed, number), proximal, compared)
@@ -149,7 +149,7 @@ def train_batch(
             _take(model, optimizer, rate, sums, settings, taken)
         taken.seconds["forward_backward"] += backed - began - (taken.seconds["collate"] - collated)
         taken.seconds["optimizer"] += time.monotonic() - backed
-    if settings.revision < SHARES_SINCE:
+    if settings.revision < SHARES_PREFIXES_SINCE:
         taken.sums.pop(_COMPUTED, None)
     metrics = {**prepared.metrics, **_ages(rows, units, version if compares else None, settings)}
     result = _result(taken, algorithm, batch, metrics, len(units) * chosen.num_iterations, settings)
@@ -195,7 +195,7 @@ def _dividing(
 def shares_prefixes(model: PolicyModel, rows: Iterable[Row], settings: JobSettings) -> bool:
     """Whether a job computes rows as a prefix tree."""
     longest = max((len(row.token_ids) for row in rows), default=0)
-    return settings.revision >= SHARES_SINCE and model.shares_prefixes(longest)
+    return settings.revision >= SHARES_PREFIXES_SINCE and model.shares_prefixes(longest)
 
 
 def micro_batch_tokens(settings: JobSettings, device: torch.device) -> int:
@@ -203,7 +203,7 @@ def micro_batch_tokens(settings: JobSettings, device: torch.device) -> int:
     given = settings.algorithm.max_tokens_per_micro_batch
     if given is not None:
         return given
-    return CPU_TOKENS if device.type == "cpu" and settings.revision >= SHARES_SINCE else GPU_TOKENS
+    return CPU_TOKENS if device.type == "cpu" and settings.revision >= SIZES_BY_DEVICE_SINCE else GPU_TOKENS
 
 
 def _gradients(

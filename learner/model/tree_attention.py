@@ -49,7 +49,7 @@ class SharedTree:
     """A tree in one forward, and the masks of its blocks, which all layers use."""
 
     def __init__(self, tree: PrefixTree, *, copies_keys: bool = False) -> None:
-        """`copies_keys`: each query head gets a copy of the keys and values that it shares, as up to revision 11."""
+        """`copies_keys`: each query head gets a copy of keys and values that it shares, as before SHARES_KEYS_SINCE."""
         self.tree = tree
         self.copies_keys = copies_keys
         self._dtype: torch.dtype | None = None

@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 from rollstream.schemas.algorithm_settings import teacher_of
 from rollstream.schemas.events import BatchPlanned, ReferenceScored
 from rollstream.schemas.events.weights import Scorer
+from rollstream.schemas.revisions import SCORES_SINCE
 from rollstream.schemas.settings import JobSettings
 
 MAX_KEPT = 10_000
 """Entries of before a checkpoint that are kept: a trajectory that is trained in several passes is scored once, unless
 so many others came in between.
 """
-
-SCORES_SINCE = 6
-"""Revision of the rules since which log-probabilities under a reference are events."""
 
 
 class Wanted(NamedTuple):

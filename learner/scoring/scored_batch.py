@@ -14,10 +14,13 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
 from rollstream.schemas.events.weights import Scorer
-from rollstream.schemas.settings import MAX_REWARD_SUM, NEWEST_REVISION, OWN_VERSIONS_SINCE, PAIRS_HAVE_MEMBERS_SINCE
-
-CHECKS_REWARDS_SINCE = 15
-"""The revision of jobs since which a reward that is too large fails the job with the name of its rollout."""
+from rollstream.schemas.revisions import (
+    CHECKS_REWARDS_SINCE,
+    NEWEST_REVISION,
+    OWN_VERSIONS_SINCE,
+    PAIRS_HAVE_MEMBERS_SINCE,
+)
+from rollstream.schemas.settings import MAX_REWARD_SUM
 
 
 def batch_of(

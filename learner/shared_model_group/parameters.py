@@ -10,14 +10,8 @@ from rollstream.schemas.algorithm_settings import AlgorithmSettings, JobKind
 from rollstream.schemas.algorithms import DpoSettings, GrpoSettings, SftSettings
 from rollstream.schemas.base import Settings
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.settings import (
-    NEWEST_REVISION,
-    Device,
-    JobSettings,
-    LoraSettings,
-    ModelSettings,
-    OptimizerSettings,
-)
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import Device, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 
 
 class JobStateError(ConfigError):

@@ -25,6 +25,7 @@ from rollstream.schemas.events.rollouts import (
     RolloutStarted,
     StepRecorded,
 )
+from rollstream.schemas.revisions import STOP_REASONS_SINCE
 
 __all__ = ["AssemblyState", "Closing", "evolve", "initial"]
 
@@ -134,7 +135,7 @@ def _start_attempt(group: OpenGroup, attempt: Attempt, started: RolloutStarted, 
 
 def _end_attempt(group: OpenGroup, attempt: Attempt, ended: RolloutEnded, received: Received) -> bool:
     cause = attempt.incompleteness(ended)
-    stop_reason = ended.stop_reason if group.started.revision >= 2 else ""
+    stop_reason = ended.stop_reason if group.started.revision >= STOP_REASONS_SINCE else ""
     if cause:
         decide(group, attempt, "rejected", cause, stop_reason=stop_reason)
         if not attempt.is_spliced_at(ended):

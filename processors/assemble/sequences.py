@@ -13,10 +13,9 @@ from rollstream.schemas import tokens
 from rollstream.schemas.base import validator_of
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events.rollouts import LLMCall, StepRecorded, TokenSequence
+from rollstream.schemas.revisions import ANSWERS_SINCE, NEWEST_GROUP_REVISION
 
 TOKEN_BYTES = 4
-ANSWERS_SINCE = 3
-"""The revision of groups since which several answers to one request are discarded, or kept, together."""
 _unpack = pybase64.b64decode
 """Little-endian values of a base64 text; the bytes are not converted, so the machine's byte order does not matter."""
 _token_sequence = validator_of(TokenSequence)
@@ -56,7 +55,7 @@ class _Growing:
         return self.hasher.hexdigest()
 
 
-def dead_branches(steps: Sequence[StepRecorded | Call], revision: int = ANSWERS_SINCE) -> frozenset[int]:
+def dead_branches(steps: Sequence[StepRecorded | Call], revision: int = NEWEST_GROUP_REVISION) -> frozenset[int]:
     """Step indices of the calls that were discarded, given one agent's LLM steps in ascending step index.
 
     Calls whose prompts begin with each other's are one conversation. Of each, the last call is alive, and so is a call
@@ -64,8 +63,8 @@ def dead_branches(steps: Sequence[StepRecorded | Call], revision: int = ANSWERS_
     nothing: an attempt at a summary that was rejected, an answer that was asked for again. The calls have passed
     `join_calls`.
 
-    `revision`: of the group. Since 3, several last answers to one request (`n`) are all alive, unless a later call goes
-    on from one of them or uses it; first answers are not conversations of their own then.
+    `revision`: of the group. Since ANSWERS_SINCE, several last answers to one request (`n`) are all alive, unless a
+    later call goes on from one of them or uses it; first answers are not conversations of their own then.
     """
     calls = {step.step_index: step.llm for step in steps if step.llm is not None}
     parents: dict[int, _Parent | None] = {}

@@ -21,6 +21,7 @@ from rollstream.schemas.events.rollouts import (
     TrajectoryAssembled,
 )
 from rollstream.schemas.events.training import MemberRef
+from rollstream.schemas.revisions import FINISH_REASONS_SINCE
 from rollstream.schemas.settings import MAX_REWARD_SUM
 
 _BY_REWARD = attrgetter("reward_index")
@@ -53,7 +54,7 @@ def assemble(started: GroupStarted, attempt: Attempt, ended: RolloutEnded) -> As
     for agent in agents_of(started, attempt.calls):
         calls = sorted(attempt.calls[agent])
         sums = sum_rewards(rewards, agent, started.reward_weights)
-        keep_finish_reasons = started.revision >= 2
+        keep_finish_reasons = started.revision >= FINISH_REASONS_SINCE
         sequences = join_calls(calls, keep_finish_reasons=keep_finish_reasons)
         dead = dead_branches(calls, started.revision) if started.drop_dead_branches else None
         if dead:

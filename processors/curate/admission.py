@@ -14,7 +14,7 @@ from rollstream.processors.curate.candidates import (
 from rollstream.processors.curate.state import Epoch, Job
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import GroupClosed
-from rollstream.schemas.settings import JUDGES_AGENTS_SINCE
+from rollstream.schemas.revisions import JUDGES_AGENTS_SINCE
 
 
 def offered(job: Job, event: GroupClosed) -> GroupClosed:

@@ -11,10 +11,8 @@ from rollstream.processors.curate.state import Job, PlayedGroup, PlayedValidatio
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import GroupClosed, JobStarted, VersionJudged
+from rollstream.schemas.revisions import JUDGES_ALL_SINCE, JUDGES_NEWEST_SINCE
 from rollstream.schemas.settings import GateSettings
-
-JUDGES_ALL_SINCE = 3
-"""The revision of plans since which rewards of trajectories without a sampled token are counted."""
 
 
 def passes(gate: GateSettings, reward: float, best_reward: float | None) -> bool:
@@ -50,7 +48,7 @@ def _take(job: Job, event: GroupClosed) -> None:
         return
     validation = job.validations.get(split[0])
     if validation is None:
-        if job.started.plan.revision < 2:
+        if job.started.plan.revision < JUDGES_NEWEST_SINCE:
             job.validations.clear()
         validation = job.validations[split[0]] = PlayedValidation(event.epoch)
     own = admission.offered(job, event).members

@@ -12,7 +12,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.events import BatchPlanned, SubmissionReceived
 from rollstream.schemas.events.training import BatchMember
-from rollstream.schemas.settings import COUNTS_ADOPTED_SINCE, JUDGES_AGENTS_SINCE
+from rollstream.schemas.revisions import COUNTS_ADOPTED_SINCE, JUDGES_AGENTS_SINCE
 
 
 def advance(run: Run, job: Job, epoch: Epoch, time_ms: int) -> list[Event]:

@@ -19,6 +19,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.events import EpochStarted, GroupClosed, RunStarted, TaskRequested
 from rollstream.schemas.events.recorded import group_size
+from rollstream.schemas.revisions import REFILLS_OTHERS_SINCE
 
 Dataset = Mapping[str, Mapping[str, JsonValue]]
 """Inputs by example id."""
@@ -98,7 +99,7 @@ def min_version(job: Job, index: int) -> int:
 
 def _examples(run: Run, job: Job, epoch: int, dataset: Dataset, first: int, count: int) -> list[str]:
     plan = job.started.plan
-    if first and plan.revision >= 2:
+    if first and plan.revision >= REFILLS_OTHERS_SINCE:
         return _other_examples(run, job, epoch, dataset, first, count)
     known = dataset.keys()
     if first:

@@ -24,12 +24,11 @@ from transformers.utils.logging import disable_progress_bar
 from rollstream.producers.engines.chat_tokenizer import check_folder, load_tokenizer
 from rollstream.producers.engines.generation import Model, check_cache
 from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
-from rollstream.schemas.adapters import has_embeddings
 from rollstream.schemas.devices import MODEL_LOADING, choose_cublas_workspace, device_of
 from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.errors import ModelError, is_of_device, is_out_of_memory
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.settings import NF4
+from rollstream.schemas.settings import NF4, has_embeddings
 from rollstream.schemas.variables import one_line
 
 Shape = tuple[int, ...]

@@ -127,10 +127,7 @@ class GroupStarted(GroupEvent):
     void_cause: str | None = None
     owner: str = ""
     revision: Literal[1, 2, 3] = added(1)
-    """Rules by which the group is assembled; a recorded group keeps its own. Since 2, trajectories name the finish
-    reasons of their completions, and outcomes the stop reasons of their attempts. Since 3, several answers to
-    one request are dead branches together, but for those that a later call goes on from or uses; or all are alive.
-    """
+    """Rules by which the group is assembled (`GROUP_REVISIONS`); a recorded group keeps its own."""
     opponents: dict[str, str] = added({})
     """Players by seat, for the seats (agents) that are not in `agents` and are not trained."""
     outcome: str = added("")

@@ -13,7 +13,7 @@ from rollstream.learner.algorithms.base import Algorithm, BatchView, Prepared, R
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.algorithms import BUILT_IN
 from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradientSettings
-from rollstream.schemas.settings import NEWEST_REVISION
+from rollstream.schemas.revisions import NEWEST_REVISION
 from tests.contracts.algorithms import OTHERS, TAIL, Case, case_of, close
 from tests.rigs.default_type import default_type
 

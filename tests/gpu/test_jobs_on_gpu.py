@@ -17,7 +17,8 @@ from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, JobSucceeded, StepTrained, TrajectoryAssembled
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 from tests.learner.conftest import GROUP, Lab
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 

@@ -20,7 +20,8 @@ from rollstream.learner.algorithms.builtin.grpo import Grpo
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.policy_gradient import OffPolicySettings, PolicyGradientSettings
-from rollstream.schemas.settings import NEWEST_REVISION, LoraSettings, ModelSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import LoraSettings, ModelSettings
 from tests.contracts.algorithms import OTHERS, Case, case_of
 from tests.rigs.grouped_batches import distance, step
 

@@ -37,7 +37,8 @@ from rollstream.schemas.events.rollouts import Completion, TokenSequence
 from rollstream.schemas.events.training import BatchMember
 from rollstream.schemas.events.weights import FineTune
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
 from tests.rigs.counting_log import CountingLog
 
 RUN = "run-1"

@@ -19,7 +19,8 @@ from rollstream.learner.model.optimizer import make_optimizer
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import StepResult, train_batch
 from rollstream.schemas.algorithms import GrpoSettings
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
 
 HEAD_DIM = 64
 OPTIMIZER = OptimizerSettings(learning_rate=1e-3, eps=1e-4)

@@ -16,7 +16,7 @@ from rollstream.learner.algorithms.tokens import (
     with_kl_penalty,
 )
 from rollstream.schemas.algorithms import DppoSettings
-from rollstream.schemas.settings import CORRECTED_SINCE
+from rollstream.schemas.revisions import MASKS_ADVANTAGES_SINCE
 
 _EPSILON = 1e-6
 """Distance that a probability keeps from 0 and 1 in the divergence."""
@@ -37,7 +37,7 @@ class Dppo(PolicyGradient):
         ratio_N = log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp().detach()
         keep_N = _keeps(tokens, settings)
         is_masked_N = keep_N == 0
-        if tokens.revision >= CORRECTED_SINCE:  # without an advantage there is no gradient to mask
+        if tokens.revision >= MASKS_ADVANTAGES_SINCE:  # without an advantage there is no gradient to mask
             is_masked_N &= tokens.advantages_N != 0
         weight_N = ratio_N.clamp(max=settings.ratio_max) * keep_N
         losses_N = -weight_N * tokens.advantages_N * tokens.logprobs_N

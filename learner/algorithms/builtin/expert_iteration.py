@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 from rollstream.learner.algorithms.base import BatchView, Prepared, Row
 from rollstream.learner.algorithms.builtin.sft import Sft
 from rollstream.schemas.algorithms import ExpertIterationSettings
-
-COUNTS_WEIGHT_0_SINCE = 15
-"""The revision of jobs since which rollouts of weight 0 count in the mean over all tokens."""
+from rollstream.schemas.revisions import COUNTS_WEIGHT_0_SINCE
 
 
 class ExpertIteration(Sft):

@@ -9,6 +9,7 @@ from rollstream.learner.algorithms.base import Algorithm, BatchView, Counts, Nor
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch, recorded_log_ratio
 from rollstream.schemas.algorithms import KtoSettings
 from rollstream.schemas.errors import RunFailedError
+from rollstream.schemas.revisions import SCORES_SINCE
 
 POINT = "reference_point"
 
@@ -74,7 +75,8 @@ def reference_point(batch: BatchView) -> float:
     for row in batch.rows:
         if "reference" not in row.scores:
             raise RunFailedError(
-                "kto with reference_point sampled needs recorded scores, which jobs have since revision 6; "
+                "kto with reference_point sampled needs recorded scores, which jobs have since revision "
+                f"{SCORES_SINCE}; "
                 "submit a new job"
             )
         log_ratio = recorded_log_ratio(row.logprobs, row.scores["reference"], batch.revision)

@@ -13,10 +13,7 @@ from rollstream.learner.algorithms.builtin.grpo import Clipped
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch, recorded_log_ratio
 from rollstream.schemas.errors import RunFailedError
 from rollstream.schemas.policy_gradient import ClippedSettings, ReinforcePpSettings
-from rollstream.schemas.settings import CORRECTED_SINCE
-
-SUMS_ROLLOUTS_SINCE = 15
-"""The revision of jobs since which a KL penalty is summed over all rows of a rollout."""
+from rollstream.schemas.revisions import NORMALISES_TRAINED_SINCE, SCORES_SINCE, SUMS_ROLLOUTS_SINCE
 
 
 class ReinforcePp(Clipped):
@@ -38,7 +35,7 @@ class ReinforcePp(Clipped):
             for given, ahead in zip(prepared.advantages, _kl_ahead(batch), strict=True)
         ]
         counted = [row.mask for row in batch.rows]
-        if prepared.keep and batch.revision >= CORRECTED_SINCE:
+        if prepared.keep and batch.revision >= NORMALISES_TRAINED_SINCE:
             counted = [mask & keep for mask, keep in zip(counted, prepared.keep, strict=True)]
         agents = [batch.members[row.member].agent for row in batch.rows]
         for agent in set(agents):
@@ -79,7 +76,8 @@ def _log_ratio(row: Row, revision: int) -> NDArray[np.float64]:
     """(T,): log q - log p of the reference, bounded; 0 where nothing was sampled."""
     if "reference" not in row.scores:
         raise RunFailedError(
-            "a KL penalty in the rewards needs recorded scores, which jobs have since revision 6; submit a new job"
+            f"a KL penalty in the rewards needs recorded scores, which jobs have since revision {SCORES_SINCE}; "
+            "submit a new job"
         )
     recorded = recorded_log_ratio(row.logprobs, row.scores["reference"], revision)
     return np.where(row.mask, recorded, 0.0).astype(np.float64)

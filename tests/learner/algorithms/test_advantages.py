@@ -28,7 +28,7 @@ from rollstream.schemas.policy_gradient import (
     RaeSettings,
     ReinforcePpSettings,
 )
-from rollstream.schemas.settings import NEWEST_REVISION
+from rollstream.schemas.revisions import NEWEST_REVISION
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 

@@ -17,7 +17,7 @@ from rollstream.learner.algorithms.builtin.reinforce_pp import ReinforcePp
 from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, TokenBatch
 from rollstream.schemas.algorithms import DppoSettings, GspoSettings, MixSettings, OpdSettings
 from rollstream.schemas.policy_gradient import ReinforcePpSettings
-from rollstream.schemas.settings import NEWEST_REVISION
+from rollstream.schemas.revisions import NEWEST_REVISION
 
 
 def batch(behaviour: list[float], advantages: list[float], **columns: Any) -> TokenBatch:

@@ -27,7 +27,8 @@ from rollstream.schemas.events import (
     StepTrained,
     WeightsPublished,
 )
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 from tests.rigs.pair_items import packed
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 

@@ -25,14 +25,8 @@ from rollstream.learner.model.optimizer import load_state_tensors, make_optimize
 from rollstream.learner.model.policy import PolicyModel, make_deterministic
 from rollstream.learner.model.step import StepResult, train_batch
 from rollstream.schemas.events import WeightsPublished
-from rollstream.schemas.settings import (
-    NEWEST_REVISION,
-    ArtifactRef,
-    JobSettings,
-    LoraSettings,
-    ModelSettings,
-    OptimizerSettings,
-)
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import ArtifactRef, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40,

@@ -32,7 +32,8 @@ from rollstream.learner.model.prefixes import Order, inputs_of, tree_of
 from rollstream.learner.model.step import StepResult, micro_batch_tokens, train_batch
 from rollstream.learner.model.tree_attention import additive_mask, hidden_states, longest_row
 from rollstream.schemas.algorithms import GrpoSettings
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, LoraSettings, ModelSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {

@@ -23,7 +23,8 @@ from rollstream.learner.model.policy import PolicyModel, Reference, make_determi
 from rollstream.learner.model.step import train_batch
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.errors import ModelError, RunFailedError
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
 from tests.rigs.waits import counted_waits
 
 

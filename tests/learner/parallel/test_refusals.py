@@ -19,7 +19,8 @@ from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.errors import ConfigError, RunFailedError
 from rollstream.schemas.events import JobSubmitted
 from rollstream.schemas.permissions import Permissions
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings
 from tests.learner.conftest import Lab
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [

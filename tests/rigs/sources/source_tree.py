@@ -43,6 +43,7 @@ ONE_HOME = {
     re.compile(r"@\{[\w.]*offset\}"): "eventlog/log.py",
     re.compile(r"""f["'][a-z]+(_[a-z]+)+:\{|startswith\(["'][a-z]+_[a-z_]+:["']|event_id_of\(\w+\)\.r?partition"""): "",
     re.compile(r"str\(error\)\)?\.split\("): "schemas/variables.py",
+    re.compile(r"revision *[<>=!]=? *\d|_SINCE = \d"): "schemas/revisions.py",
     re.compile(r"FROM log\.learner_claimed"): "metrics/projection/tables.sql",
     re.compile(r"settings\.entropy_coefficient \*"): "",
     re.compile(r"removeprefix\(CODE\)|cannot be imported: \{"): "schemas/users_code.py",

@@ -12,7 +12,8 @@ from rollstream.harness.runs.sampling_checks import check_groups, check_temperat
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.settings import NEWEST_REVISION, JobSettings, JobSpec
+from rollstream.schemas.revisions import NEWEST_REVISION
+from rollstream.schemas.settings import JobSettings, JobSpec
 
 pytestmark = pytest.mark.usefixtures("registered_alone")
 
