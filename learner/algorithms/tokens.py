@@ -161,33 +161,53 @@ def dual_clipped(objective: Tensor, advantages: Tensor, bound: float | None) -> 
     return torch.where(advantages < 0, torch.maximum(objective, bound * advantages), objective)
 
 
-def with_kl_penalty(
+def regularised(
     losses: Tensor,
+    ratio: Tensor,
     tokens: TokenBatch,
     settings: KlPenaltySettings,
-    sums: dict[str, Tensor],
     *,
-    ratio_N: Tensor | None = None,
+    kl_ratio_N: Tensor | None = None,
     by_row: bool = False,
-) -> Tensor:
-    """losses + kl_coefficient * KL(current || base version), (N,) or, `by_row`, (B,) with the means over the rows'
-    tokens; the losses themselves if the coefficient is 0. The sum of these estimates becomes one of `sums`.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """losses - c H + b KL(current || base version) with `entropy_coefficient` c and `kl_coefficient` b, and the sums of
+    these, of H, of `ratio` and of KL, if that counts: (N,), or `by_row` (B,) with the means over the rows' tokens.
 
-    The estimate is k3 = r - 1 - log r with the ratio of the base version's probability to the policy's (Schulman,
-    "Approximating KL Divergence"; DeepSeekMath, arXiv 2402.03300, equation 4). With `unbiased_kl` it is weighted by
-    `ratio_N`, that of the policy to the one that sampled: estimate and gradient are then unbiased although that one
-    sampled the tokens (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    `kl_ratio_N`: the ratio that weighs the estimate of KL with `unbiased_kl`; computed here if it is not given.
     """
-    if not settings.kl_coefficient or tokens.reference_N is None:
-        return losses
-    log_odds_N = log_ratio(tokens.reference_N, tokens.logprobs_N)
-    found = log_odds_N.exp() - 1 - log_odds_N
-    if settings.unbiased_kl:
-        found = (log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp() if ratio_N is None else ratio_N) * found
-    if by_row:
-        found = tokens.mean_by_row(found)
-    sums[KL_REFERENCE] = found.detach().sum()
-    return losses + settings.kl_coefficient * found
+    entropies = tokens.mean_by_row(tokens.entropies_N) if by_row else tokens.entropies_N
+    losses = with_entropy_bonus(losses, entropies, settings.entropy_coefficient)
+    sums = dict[str, Tensor]()
+    if settings.kl_coefficient and tokens.reference_N is not None:
+        found_N = _kl(tokens, tokens.reference_N, settings, kl_ratio_N)
+        found = tokens.mean_by_row(found_N) if by_row else found_N
+        losses = losses + settings.kl_coefficient * found
+        sums[KL_REFERENCE] = found.detach().sum()
+    summed = {"loss": losses, "entropy": entropies, "ratio": ratio}
+    return losses, sums | {name: values.detach().sum() for name, values in summed.items()}
+
+
+def means(sums: Mapping[str, float], count: int, names: Mapping[str, str]) -> dict[str, float]:
+    """Metrics of a loss that `regularised` completes: means of its sums, and of those in `names`, which gives them the
+    names of metrics; without the sums that the loss does not have.
+    """
+    common = {"loss": "loss/total", "entropy": "policy/entropy", "ratio": "policy/ratio"}
+    every = {**common, **names, KL_REFERENCE: "policy/kl_reference"}
+    return {name: sums[key] / count for key, name in every.items() if key in sums}
+
+
+def _kl(tokens: TokenBatch, reference_N: Tensor, settings: KlPenaltySettings, ratio_N: Tensor | None) -> Tensor:
+    """The estimate (N,) of KL(current || base version): k3 = r - 1 - log r with the ratio of the base version's
+    probability to the policy's (Schulman, "Approximating KL Divergence"; DeepSeekMath, arXiv 2402.03300, equation 4).
+
+    With `unbiased_kl` it is weighted by `ratio_N`, that of the policy to the one that sampled: estimate and gradient
+    are then unbiased although that one sampled the tokens (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    """
+    log_odds_N = log_ratio(reference_N, tokens.logprobs_N)
+    found_N = log_odds_N.exp() - 1 - log_odds_N
+    if not settings.unbiased_kl:
+        return found_N
+    return (log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp() if ratio_N is None else ratio_N) * found_N
 
 
 def with_entropy_bonus(losses: Tensor, entropies: Tensor, coefficient: float) -> Tensor:

@@ -7,14 +7,7 @@ from torch import Tensor
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import (
-    KL_REFERENCE,
-    Losses,
-    TokenBatch,
-    log_ratio,
-    with_entropy_bonus,
-    with_kl_penalty,
-)
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, means, regularised
 from rollstream.schemas.algorithms import DppoSettings
 from rollstream.schemas.revisions import MASKS_ADVANTAGES_SINCE
 
@@ -41,29 +34,15 @@ class Dppo(PolicyGradient):
             is_masked_N &= tokens.advantages_N != 0
         weight_N = ratio_N.clamp(max=settings.ratio_max) * keep_N
         losses_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
-        losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
-        sums = dict[str, Tensor]()
-        losses_N = with_kl_penalty(losses_N, tokens, settings, sums)
-        sums |= {
-            "loss": losses_N.detach().sum(),
-            "entropy": tokens.entropies_N.detach().sum(),
-            "ratio": ratio_N.sum(),
-            "masked": is_masked_N.sum(),
-        }
+        losses_N, sums = regularised(losses_N, ratio_N, tokens, settings)
+        sums["masked"] = is_masked_N.sum()
         return Losses(losses_N, sums)
 
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
         """Means over all completion tokens; clip/divergence: the share of those that have an advantage and whose
         gradient is masked.
         """
-        names = {
-            "loss": "loss/total",
-            "entropy": "policy/entropy",
-            "ratio": "policy/ratio",
-            "masked": "clip/divergence",
-        }
-        names[KL_REFERENCE] = "policy/kl_reference"
-        return {name: sums[key] / counts.tokens for key, name in names.items() if key in sums}
+        return means(sums, counts.tokens, {"masked": "clip/divergence"})
 
 
 @torch.no_grad()

@@ -4,19 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import BatchView, Counts, Normaliser, Prepared
-from rollstream.learner.algorithms.tokens import (
-    KL_REFERENCE,
-    Losses,
-    TokenBatch,
-    dual_clipped,
-    log_ratio,
-    with_entropy_bonus,
-    with_kl_penalty,
-)
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, dual_clipped, log_ratio, means, regularised
 from rollstream.schemas.algorithms import GspoSettings
 from rollstream.schemas.policy_gradient import PolicyGradientSettings
 
@@ -41,25 +32,14 @@ class Gspo(PolicyGradient):
         clipped_B = ratio_B.clamp(1 - settings.clip_low, 1 + settings.clip_high)
         objective_B = torch.minimum(ratio_B * advantages_B, clipped_B * advantages_B)
         losses_B = -dual_clipped(objective_B, advantages_B, settings.dual_clip)
-        entropies_B = tokens.mean_by_row(tokens.entropies_N)
-        losses_B = with_entropy_bonus(losses_B, entropies_B, settings.entropy_coefficient)
-        sums = dict[str, Tensor]()
-        losses_B = with_kl_penalty(losses_B, tokens, settings, sums, by_row=True)
-        with torch.no_grad():
-            sums |= {
-                "loss": losses_B.sum(),
-                "entropy": entropies_B.sum(),
-                "ratio": ratio_B.sum(),
-                "clip_low": ((ratio_B < 1 - settings.clip_low) & (advantages_B < 0)).sum(),
-                "clip_high": ((ratio_B > 1 + settings.clip_high) & (advantages_B > 0)).sum(),
-            }
-            if settings.dual_clip is not None:
-                sums["clip_dual"] = ((ratio_B > settings.dual_clip) & (advantages_B < 0)).sum()
+        losses_B, sums = regularised(losses_B, ratio_B, tokens, settings, by_row=True)
+        sums["clip_low"] = ((ratio_B < 1 - settings.clip_low) & (advantages_B < 0)).sum()
+        sums["clip_high"] = ((ratio_B > 1 + settings.clip_high) & (advantages_B > 0)).sum()
+        if settings.dual_clip is not None:
+            sums["clip_dual"] = ((ratio_B > settings.dual_clip) & (advantages_B < 0)).sum()
         return Losses(losses_B, sums, per="row")
 
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
         """Means over all sequences; clip/low, clip/high and clip/dual are the shares of those without a gradient."""
-        names = {"loss": "loss/total", "entropy": "policy/entropy", "ratio": "policy/ratio"}
-        names |= {"clip_low": "clip/low", "clip_high": "clip/high", "clip_dual": "clip/dual"}
-        names[KL_REFERENCE] = "policy/kl_reference"
-        return {name: sums[key] / counts.sequences for key, name in names.items() if key in sums}
+        names = {"clip_low": "clip/low", "clip_high": "clip/high", "clip_dual": "clip/dual"}
+        return means(sums, counts.sequences, names)

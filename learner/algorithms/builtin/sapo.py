@@ -3,18 +3,10 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import (
-    KL_REFERENCE,
-    Losses,
-    TokenBatch,
-    log_ratio,
-    with_entropy_bonus,
-    with_kl_penalty,
-)
+from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, means, regularised
 from rollstream.schemas.algorithms import SapoSettings
 
 
@@ -34,20 +26,10 @@ class Sapo(PolicyGradient):
         temperature_N = temperature_N.masked_fill(tokens.advantages_N > 0, settings.temperature_positive)
         gate_N = torch.sigmoid(temperature_N * (ratio_N - 1))
         losses_N = -gate_N * 4 / temperature_N * tokens.advantages_N
-        losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
-        sums = dict[str, Tensor]()
-        losses_N = with_kl_penalty(losses_N, tokens, settings, sums)
-        with torch.no_grad():
-            sums |= {
-                "loss": losses_N.sum(),
-                "entropy": tokens.entropies_N.sum(),
-                "ratio": ratio_N.sum(),
-                "gate": (4 * gate_N * (1 - gate_N)).sum(),
-            }
+        losses_N, sums = regularised(losses_N, ratio_N, tokens, settings)
+        sums["gate"] = (4 * gate_N * (1 - gate_N)).detach().sum()
         return Losses(losses_N, sums)
 
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
         """Means over all completion tokens; policy/gate: what the gate leaves of the gradient, 1 at a ratio of 1."""
-        names = {"loss": "loss/total", "entropy": "policy/entropy", "ratio": "policy/ratio", "gate": "policy/gate"}
-        names[KL_REFERENCE] = "policy/kl_reference"
-        return {name: sums[key] / counts.tokens for key, name in names.items() if key in sums}
+        return means(sums, counts.tokens, {"gate": "policy/gate"})

@@ -4,18 +4,10 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from rollstream.learner.algorithms.advantages import PolicyGradient
 from rollstream.learner.algorithms.base import Counts
-from rollstream.learner.algorithms.tokens import (
-    KL_REFERENCE,
-    MAX_LOG_RATIO,
-    Losses,
-    TokenBatch,
-    with_entropy_bonus,
-    with_kl_penalty,
-)
+from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, Losses, TokenBatch, means, regularised
 from rollstream.schemas.algorithms import VespoSettings
 
 _MIN_LOG_RATIO = math.log(1e-8)
@@ -42,19 +34,10 @@ class Vespo(PolicyGradient):
             lambda_N = lambda_N.masked_fill(is_positive_N, settings.lambda_positive)
             weight_N = (k_N * log_w_N + lambda_N * (1 - log_w_N.exp())).exp()
         losses_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
-        losses_N = with_entropy_bonus(losses_N, tokens.entropies_N, settings.entropy_coefficient)
-        sums = dict[str, Tensor]()
-        losses_N = with_kl_penalty(losses_N, tokens, settings, sums)
-        sums |= {
-            "loss": losses_N.detach().sum(),
-            "entropy": tokens.entropies_N.detach().sum(),
-            "ratio": ratios_N.exp().sum(),
-            "weight": weight_N.sum(),
-        }
+        losses_N, sums = regularised(losses_N, ratios_N.exp(), tokens, settings)
+        sums["weight"] = weight_N.sum()
         return Losses(losses_N, sums)
 
     def metrics(self, sums: Mapping[str, float], counts: Counts) -> dict[str, float]:
         """Means over all completion tokens; policy/weight: of their sequences."""
-        names = {"loss": "loss/total", "entropy": "policy/entropy", "ratio": "policy/ratio", "weight": "policy/weight"}
-        names[KL_REFERENCE] = "policy/kl_reference"
-        return {name: sums[key] / counts.tokens for key, name in names.items() if key in sums}
+        return means(sums, counts.tokens, {"weight": "policy/weight"})
