@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from rollstream.schemas import ids
+
 
 def added(default: Any, **constraints: Any) -> Any:
     """A field that an event, or a value in it, did not have yet when it was published.
@@ -107,6 +109,11 @@ class Event(BaseModel):
     def event_id(self) -> str:
         """Derived id: equal for every retry of the same fact."""
         raise NotImplementedError
+
+    def _id_of(self, subject: str) -> str:
+        """Id of the event of this kind about `subject`."""
+        event: Any = self  # each event class has a `kind`; as a field here it would change the order of records
+        return ids.event_id(event.kind, subject)
 
     @property
     def key(self) -> str:

@@ -34,7 +34,8 @@ from rollstream.schemas.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from rollstream.schemas.events.run_states import JobOutcome
+from rollstream.schemas.events.run_states import OUTCOMES, JobOutcome
+from rollstream.schemas.events.weights import JobEvent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,17 +286,17 @@ def _trained(job: JobProgress, event: StepTrained) -> JobProgress:
 
 
 def _ended(job: JobProgress, event: Event) -> JobProgress:
-    if job.outcome is not None:
+    if job.outcome is not None or not isinstance(event, JobEvent) or type(event) not in OUTCOMES:
         return job
+    job = replace(job, outcome=OUTCOMES[type(event)], ended_at_ms=event.time_ms)
     match event:
         case JobSucceeded():
-            return replace(job, outcome="succeeded", final_version=event.final_version, ended_at_ms=event.time_ms)
+            return replace(job, final_version=event.final_version)
         case JobFailed():
-            return replace(job, outcome="failed", error=event.error, ended_at_ms=event.time_ms)
+            return replace(job, error=event.error)
         case JobCancelled():
-            return replace(job, outcome="cancelled", error=event.cause, ended_at_ms=event.time_ms)
+            return replace(job, error=event.cause)
         case JobSkipped():
-            error = f"{event.num_examples} examples, at least {event.min_examples} are needed"
-            return replace(job, outcome="skipped", skipped=event, error=error, ended_at_ms=event.time_ms)
+            return replace(job, skipped=event, error=event.reason)
         case _:
             return job

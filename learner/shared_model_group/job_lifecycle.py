@@ -156,10 +156,7 @@ class FineTuneJob:
             case JobCancelled(cause=cause):
                 return f"cancelled: {cause}" if cause else "cancelled"
             case JobSkipped() as skipped:
-                return (
-                    f"skipped: {skipped.num_examples} examples, at least {skipped.min_examples} are needed; the model "
-                    f"stays at version {skipped.version}"
-                )
+                return f"skipped: {skipped.reason}; the model stays at version {skipped.version}"
             case _:
                 return ""
 

@@ -30,6 +30,10 @@ class GroupEvent(Event):
     def key(self) -> str:
         return self.group_id
 
+    @property
+    def event_id(self) -> str:
+        return self._id_of(self.group_id)
+
 
 # ---- tasks ----
 
@@ -80,10 +84,6 @@ class TaskRequested(GroupEvent):
         """The version of a model group that the task waits for."""
         return self.min_versions.get(model_group, self.min_version)
 
-    @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.group_id)
-
 
 class TaskCancelled(GroupEvent):
     """A task is no longer wanted; its group closes as cancelled."""
@@ -92,10 +92,6 @@ class TaskCancelled(GroupEvent):
     kind: Literal["task_cancelled"] = "task_cancelled"
     v: Literal[1] = 1
     cause: str
-
-    @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.group_id)
 
 
 # ---- steps ----
@@ -137,10 +133,6 @@ class GroupStarted(GroupEvent):
     drop_dead_branches: bool = added(False)
     """Trajectories leave out the answers that nothing goes on from (`processors.assemble.sequences.dead_branches`)."""
 
-    @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.group_id)
-
 
 class GroupExtended(GroupEvent):
     """The deadline of an open group moved on, because one of its members waited for a slot or for weights."""
@@ -163,6 +155,10 @@ class RolloutEvent(GroupEvent):
 
     rollout_id: str
 
+    @property
+    def event_id(self) -> str:
+        return self._id_of(self.rollout_id)
+
 
 class RolloutStarted(RolloutEvent):
     """One attempt at one member of a group began."""
@@ -173,10 +169,6 @@ class RolloutStarted(RolloutEvent):
     member: int = Field(ge=0, lt=MAX_MEMBERS)
     attempt: int = Field(ge=0)
     seed: int
-
-    @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.rollout_id)
 
 
 class Prefix(_Value):
@@ -294,10 +286,6 @@ class RolloutEnded(RolloutEvent):
     missing_scores: dict[str, str] = added({})
     """Reasons for missing scores, by reward name. With any, the attempt is rejected as `no_score` and not repeated."""
 
-    @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.rollout_id)
-
 
 class RolloutFailed(RolloutEvent):
     """An attempt failed. `is_final`: its member is not tried again."""
@@ -309,10 +297,6 @@ class RolloutFailed(RolloutEvent):
     """environment_error, reward_error, engine_error, timeout, producer_lost, cancelled, not_allowed."""
     message: str = ""
     is_final: bool = False
-
-    @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.rollout_id)
 
 
 class Tick(Event):

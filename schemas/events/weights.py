@@ -15,7 +15,7 @@ from rollstream.schemas.settings import ArtifactRef, JobSettings
 
 
 class JobEvent(Event):
-    """An event of one job; its key is the model group."""
+    """An event of one job: its key is the model group, its id that of the job unless there are several of a kind."""
 
     job_id: str
     model_group: str
@@ -23,6 +23,10 @@ class JobEvent(Event):
     @property
     def key(self) -> str:
         return self.model_group
+
+    @property
+    def event_id(self) -> str:
+        return self._id_of(self.job_id)
 
 
 class FineTune(BaseModel):
@@ -75,10 +79,6 @@ class JobSubmitted(JobEvent):
     fine_tune: FineTune | None = added(None)
     """Description of a job that a shared model group created from given rollouts; None for all others."""
 
-    @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.job_id)
-
 
 class JobProgressed(JobEvent):
     """A learner has come so far with a job."""
@@ -106,10 +106,6 @@ class JobSucceeded(JobEvent):
     """Phase `finish` of the last version, as StepTrained has it of the versions before; 0: not measured, for a learner
     that began again after the version ended the job."""
 
-    @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.job_id)
-
 
 class JobFailed(JobEvent):
     """A job cannot be done."""
@@ -118,10 +114,6 @@ class JobFailed(JobEvent):
     kind: Literal["job_failed"] = "job_failed"
     v: Literal[1] = 1
     error: str
-
-    @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.job_id)
 
 
 class JobCancelled(JobEvent):
@@ -139,10 +131,6 @@ class JobCancelled(JobEvent):
         """Whether somebody cancelled the job of a run that goes on."""
         return self.cause not in ("", self.BY_END)
 
-    @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.job_id)
-
 
 class JobSkipped(JobEvent):
     """A job was not submitted because there was too little to train on: it is over, and the model stays as it was."""
@@ -159,8 +147,9 @@ class JobSkipped(JobEvent):
     name: str = ""
 
     @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.job_id)
+    def reason(self) -> str:
+        """What it lacks, in the words of the view `jobs`."""
+        return f"{self.num_examples} examples, at least {self.min_examples} are needed"
 
 
 class ModelSwitched(JobEvent):
@@ -170,10 +159,6 @@ class ModelSwitched(JobEvent):
     kind: Literal["model_switched"] = "model_switched"
     v: Literal[1] = 1
     version: int = Field(ge=0)
-
-    @property
-    def event_id(self) -> str:
-        return ids.event_id(self.kind, self.job_id)
 
 
 # ---- weights ----
