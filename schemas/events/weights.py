@@ -148,7 +148,7 @@ class JobSkipped(JobEvent):
 
     @property
     def reason(self) -> str:
-        """What it lacks, in the words of the view `jobs`."""
+        """Number of examples that there are and that it needs, in the words of the view `jobs`."""
         return f"{self.num_examples} examples, at least {self.min_examples} are needed"
 
 
