@@ -34,6 +34,8 @@ GROUP_PREFIX = "rollstream"
 POLL_S = 0.1
 MAX_TRAINED_RUNS = 10_000
 """The newest ones are remembered."""
+INTERRUPTIONS = (Exception, KeyboardInterrupt, asyncio.CancelledError, SystemExit)
+"""Ends of a command after which others may still use its broker: all but the disposal of an unfinished generator."""
 PATIENCE_S = 60.0
 """Maximum seconds for which a broker that another command uses may be down."""
 
@@ -265,7 +267,7 @@ def embedded_broker(workspace: Workspace) -> Iterator[tuple[KafkaSettings, "Embe
         try:
             found = connection(running, own_block(workspace.folder, running), None)
             yield found, broker if broker.is_running else None
-        except Exception:  # raised after the other commands are done, because they need the broker
+        except INTERRUPTIONS:  # raised after the other commands are done, because they need the broker
             _await_others(broker, users, "this command has ended early; ")
             raise
         _await_others(broker, users)
@@ -280,7 +282,8 @@ def _await_others(broker: "EmbeddedBroker", users: int, text: str = "") -> None:
         return
     message = f"{text}waiting for other commands that use this workspace's broker (Ctrl-C stops it now)"
     with suppress(KeyboardInterrupt):
-        print(message, file=sys.stderr)
+        with suppress(OSError):  # of a terminal that was closed
+            print(message, file=sys.stderr)
         while broker.is_running and not _is_alone(users):
             time.sleep(POLL_S)
 

@@ -110,6 +110,37 @@ def test_ctrl_c_while_a_command_waits_for_others_stops_the_broker_and_changes_no
     assert find_running(tmp_path) is None
 
 
+INTERRUPTED = """
+import asyncio, pathlib, signal, sys
+from rollstream.harness.services.workspace import Workspace, on_log
+signal.signal(signal.SIGINT, signal.default_int_handler)
+async def work(log):
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+on_log(Workspace(pathlib.Path(sys.argv[1])), None, "interrupted", work)
+"""
+
+
+def test_an_interrupted_command_leaves_its_broker_to_the_others_until_a_second_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "broker").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stderr is not None
+        assert owner.stdout.readline() == "ready\n"
+        with embedded_broker(Workspace(tmp_path)) as (kafka, _):
+            owner.send_signal(signal.SIGINT)
+            assert owner.stderr.readline().startswith("this command has ended early; waiting for other commands")
+            assert answers(port_of(kafka))
+            owner.send_signal(signal.SIGINT)
+            _, complaints = owner.communicate(timeout=60)
+            assert not answers(port_of(kafka))
+        assert complaints.endswith("\nKeyboardInterrupt\n")
+        assert owner.returncode == -signal.SIGINT
+    assert find_running(tmp_path) is None
+
+
 def test_commands_that_begin_at_the_same_moment_share_one_broker(tmp_path: Path) -> None:
     workspace, both_in = Workspace(tmp_path), threading.Barrier(3)
 
