@@ -4,7 +4,6 @@ One per workspace, protected by a lock; its data are kept. It ends with the proc
 """
 
 import base64
-import fcntl
 import json
 import logging
 import os
@@ -15,15 +14,16 @@ import sys
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from rollstream.eventlog.broker import guard, install
 from rollstream.eventlog.broker.class_archive import ClassArchive
 from rollstream.eventlog.broker.credentials import HOST, MECHANISM, USER, Credentials, block, connection, password_file
+from rollstream.eventlog.broker.lock import take_lock
 from rollstream.eventlog.broker.ports import answers, free_ports, is_free
-from rollstream.eventlog.broker.watch import MIN_FREE_BYTES
 from rollstream.eventlog.files import move, read_json, write_whole
 from rollstream.eventlog.private import make_private
 from rollstream.schemas.errors import BrokerError, BrokerLostError
@@ -31,8 +31,6 @@ from rollstream.schemas.kafka import KafkaSettings
 
 START_TIMEOUT_S = 60.0
 PAUSE_S = 0.05
-LOCK_PATIENCE_S = 25.0
-"""Maximum seconds to wait for the broker of a process that has just died: the longest that its shutdown takes."""
 FULL_BYTES = 1024 * 1024
 """Free disk space below which a broker cannot even write its log."""
 JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
@@ -108,13 +106,11 @@ class EmbeddedBroker:
         self._is_called_off.clear()
         self._classes = _classes()
         try:
-            make_private(self.workspace)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            self._lock = _take_lock(self._folder / "lock", self.workspace)
-            self._start()
-        except OSError as error:
-            self.stop()
-            raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}; {_REMEDY}") from error
+            with self._startable():
+                make_private(self.workspace)
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                self._lock = take_lock(self.workspace)
+                self._start()
         except BaseException:
             self.stop()
             raise
@@ -126,9 +122,24 @@ class EmbeddedBroker:
         return connection(self._folder, self.bootstrap_servers)
 
     @property
+    def is_own(self) -> bool:
+        """Whether it was started, or taken over, here."""
+        return self._lock is not None
+
+    @property
     def is_running(self) -> bool:
         """Whether the started broker is still running."""
         return self._guard is not None and self._guard.poll() is None
+
+    def take_over(self, bootstrap_servers: str) -> None:
+        """Have `restart` start a broker whose command has ended, at the address that its clients know.
+
+        Raises BrokerError if another process has it, BrokerLostError if its data are gone.
+        """
+        self._check_data()
+        with self._startable():
+            self._classes, self._lock = _classes(), take_lock(self.workspace)
+        self.bootstrap_servers = bootstrap_servers
 
     def restart(self) -> None:
         """Restart a broker that died, at its old address and with its data.
@@ -147,13 +158,17 @@ class EmbeddedBroker:
                         "use; stop the process that uses it"
                     )
                 self._pause()
-            try:
+            with self._startable():
                 self._check_data()
                 self._start(port)
-            except OSError as error:
-                raise BrokerError(
-                    f"the broker of workspace {self.workspace} cannot start: {error}; {_REMEDY}"
-                ) from error
+
+    @contextmanager
+    def _startable(self) -> Iterator[None]:
+        """Raises BrokerError for an OSError."""
+        try:
+            yield
+        except OSError as error:
+            raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}; {_REMEDY}") from error
 
     def call_off_restart(self) -> None:
         """Have `restart` in another thread raise BrokerError within seconds; so does every later one before `start`."""
@@ -269,25 +284,6 @@ class EmbeddedBroker:
         return f"{lines[0] if lines else silent} (see {log}); correct that, and start again"
 
 
-def find_running(workspace: Path) -> str | None:
-    """`host:port` of the running broker of a workspace; None if there is none, or it is stopping because the process
-    that started it has ended."""
-    folder = workspace / "broker"
-    status = read_json(folder / "broker.json")
-    try:
-        lock = os.open(folder / "lock", os.O_RDWR)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        is_ending = not _is_alive(str(status.get("pid")))
-        return None if is_ending or not answers(int(status["port"])) else str(status["bootstrap_servers"])
-    finally:
-        os.close(lock)
-    return None
-
-
 def own_block(workspace: Path, bootstrap_servers: str) -> dict[str, str]:
     """The `kafka:` block of a workspace's own broker, if an address is that broker's and it requires a password.
 
@@ -296,50 +292,6 @@ def own_block(workspace: Path, bootstrap_servers: str) -> dict[str, str]:
     folder = workspace / "broker"
     is_own = read_json(folder / "broker.json").get("bootstrap_servers") == bootstrap_servers
     return block(folder) if is_own and password_file(folder).exists() else {}
-
-
-def _take_lock(path: Path, workspace: Path) -> int:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + LOCK_PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
-            if _is_alive(holder) or time.monotonic() > deadline:
-                os.close(lock)
-                raise BrokerError(_held(workspace, holder or "unknown")) from None
-            time.sleep(0.1)
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    return lock
-
-
-def _held(workspace: Path, holder: str) -> str:
-    """The message about a workspace that another process has locked, whose broker may have died on a full disk."""
-    free_bytes = shutil.disk_usage(workspace / "broker").free
-    if free_bytes < MIN_FREE_BYTES and find_running(workspace) is None:
-        return (
-            f"the broker of workspace {workspace}, which process {holder} started, is paused: its disk is full, "
-            f"{free_bytes:,} bytes are free; free space there"
-        )
-    return (
-        f"workspace {workspace} is in use: its broker was started by process {holder}; use or stop that broker, or "
-        "give another --workspace"
-    )
-
-
-def _is_alive(pid: str) -> bool:
-    if not pid.isdigit():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _ports(remembered: Path, port: int | None = None) -> tuple[int, int]:

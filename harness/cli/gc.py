@@ -32,7 +32,7 @@ def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, w
     starts from, an engine has loaded or a checkpoint refers to. The weights of an open run are left to its learner.
     """
     from rollstream.eventlog.artifacts import ArtifactStore
-    from rollstream.eventlog.broker.broker import find_running
+    from rollstream.eventlog.broker.lock import find_running
     from rollstream.eventlog.kafka.log import KafkaLog
     from rollstream.harness.services.workspace import ARTIFACTS, EMBEDDED, Workspace, broker_of
     from rollstream.harness.upkeep.collecting import check_no_open_run, find, remove

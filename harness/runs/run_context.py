@@ -39,7 +39,7 @@ from rollstream.harness.services.liveness import read_sign
 from rollstream.harness.services.serving import GROUPS, LOADED_ONCE, WITH_MODELS
 from rollstream.harness.services.sole_use import check_sole_use, sole_name, sole_output, sole_run
 from rollstream.harness.services.supervisor import ChildSpec, Supervisor
-from rollstream.harness.services.workspace import EMBEDDED, NAMES, Workspace, embedded_broker
+from rollstream.harness.services.workspace import EMBEDDED, NAMES, AttachedBroker, Workspace, embedded_broker
 from rollstream.replay.fork import check_fork, check_versions, format_fork
 from rollstream.schemas import ids
 from rollstream.schemas.config import BuilderSection, RunConfig
@@ -81,8 +81,8 @@ class WorkspaceLease(NamedTuple):
     """Resources held while a run is open."""
 
     location: RunLocation
-    broker: EmbeddedBroker | None
-    """The embedded one, if it was started here."""
+    broker: EmbeddedBroker | AttachedBroker | None
+    """The embedded one, which may be another command's; None of a Kafka cluster."""
     examples: "list[Example] | None" = None
     """Examples of a new run; None of one that is resumed."""
     fork_server: ForkServer | None = None
@@ -271,8 +271,10 @@ def block_of_run(config: RunConfig, workspace: Workspace) -> dict[str, Any]:
 
 
 @contextmanager
-def broker_of_run(config: RunConfig, workspace: Workspace) -> Iterator[tuple[KafkaSettings, EmbeddedBroker | None]]:
-    """The connection settings of the configured broker, and the broker itself if it was started here.
+def broker_of_run(
+    config: RunConfig, workspace: Workspace
+) -> Iterator[tuple[KafkaSettings, EmbeddedBroker | AttachedBroker | None]]:
+    """The connection settings of the configured broker, and the broker itself if it is the workspace's own.
 
     Raises ConfigError, BrokerError.
     """
@@ -319,7 +321,7 @@ async def _check_sole_use(config: RunConfig, lease: WorkspaceLease, log: "KafkaL
     A broker that was started here has no others.
     """
     builder = config.builder
-    if builder.services == "managed" and lease.broker is None:
+    if builder.services == "managed" and not isinstance(lease.broker, EmbeddedBroker):
         location = builder_path(config.finetuning, "kafka.group_prefix")
         groups = [log.kafka.group(service) for service in GROUPS]
         await check_sole_use(log, groups, location, session_timeout_s=builder.session_timeout_s, notify=display.print)

@@ -235,16 +235,51 @@ def on_log(
         return asyncio.run(run(kafka))
 
 
+class AttachedBroker:
+    """The broker of another command, for `keep_running`: once no command has it any more, it is started again here.
+
+    Of several commands that use it, the one that gets its lock takes it over, and the others use it on.
+    """
+
+    def __init__(self, broker: "EmbeddedBroker", bootstrap_servers: str) -> None:
+        self.workspace = broker.workspace
+        self._broker = broker
+        self._bootstrap_servers = bootstrap_servers
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it runs here, or another command still has it."""
+        from rollstream.eventlog.broker.lock import is_locked
+
+        return self._broker.is_running if self._broker.is_own else is_locked(self.workspace)
+
+    def restart(self) -> None:
+        """Start it again where its clients know it, unless another command has. Raises as EmbeddedBroker's."""
+        if not self._broker.is_own:
+            try:
+                self._broker.take_over(self._bootstrap_servers)
+            except BrokerError:
+                if self.is_running:
+                    return
+                raise
+        self._broker.restart()
+
+    def call_off_restart(self) -> None:
+        """Have `restart` in another thread raise BrokerError soon."""
+        self._broker.call_off_restart()
+
+
 @contextmanager
-def embedded_broker(workspace: Workspace) -> Iterator[tuple[KafkaSettings, "EmbeddedBroker | None"]]:
-    """Connection settings of the workspace's own broker, and the broker if it was started here.
+def embedded_broker(workspace: Workspace) -> Iterator[tuple[KafkaSettings, "EmbeddedBroker | AttachedBroker"]]:
+    """Connection settings of the workspace's own broker, and the broker: AttachedBroker if another command started it.
 
     Raises BrokerError. Several commands may use it at once. Users hold a shared lock on `broker/users`, starting and
     stopping need the exclusive lock, so that only one command starts it, and it is stopped when no other command needs
     it, also if this one failed or was interrupted (at once on a Ctrl-C while it waits for others, which does not change
     its exit status).
     """
-    from rollstream.eventlog.broker.broker import EmbeddedBroker, find_running, own_block
+    from rollstream.eventlog.broker.broker import EmbeddedBroker, own_block
+    from rollstream.eventlog.broker.lock import find_running
 
     path = workspace.folder / "broker" / "users"
     try:
@@ -266,7 +301,7 @@ def embedded_broker(workspace: Workspace) -> Iterator[tuple[KafkaSettings, "Embe
                 time.sleep(POLL_S)
         try:
             found = connection(running, own_block(workspace.folder, running), None)
-            yield found, broker if broker.is_running else None
+            yield found, broker if broker.is_own else AttachedBroker(broker, running)
         except INTERRUPTIONS:  # raised after the other commands are done, because they need the broker
             _await_others(broker, users, "this command has ended early; ")
             raise
@@ -290,7 +325,7 @@ def _await_others(broker: "EmbeddedBroker", users: int, text: str = "") -> None:
 
 def _found(users: int, workspace: Workspace) -> str | None:
     """Address of the running broker; it is not stopped while the shared lock is held."""
-    from rollstream.eventlog.broker.broker import find_running
+    from rollstream.eventlog.broker.lock import find_running
 
     fcntl.flock(users, fcntl.LOCK_SH)
     return find_running(workspace.folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollstream.eventlog.broker.broker import find_running
+from rollstream.eventlog.broker.lock import find_running
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
 AS_A_TERMINAL_STARTS_IT = "import signal, sys, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "

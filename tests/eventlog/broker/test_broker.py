@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollstream.eventlog.broker import broker
-from rollstream.eventlog.broker.broker import EmbeddedBroker, _ports, connection, find_running
+from rollstream.eventlog.broker import broker, lock
+from rollstream.eventlog.broker.broker import EmbeddedBroker, _ports, connection
 from rollstream.eventlog.broker.install import jars
+from rollstream.eventlog.broker.lock import find_running
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.schemas.errors import BrokerError
 from rollstream.schemas.kafka import KafkaSettings
@@ -218,7 +219,7 @@ def test_a_full_disk_is_reported_although_the_brokers_log_is_empty(
 def test_a_broker_that_is_down_on_a_full_disk_is_reported_as_paused(
     parent: subprocess.Popen[str], workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broker, "MIN_FREE_BYTES", sys.maxsize)
+    monkeypatch.setattr(lock, "MIN_FREE_BYTES", sys.maxsize)
     with pytest.raises(BrokerError, match="is in use: "):  # it answers
         EmbeddedBroker(workspace).start()
     killed = broker_json(workspace)["broker_pid"]

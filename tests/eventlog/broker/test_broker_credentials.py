@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from rollstream.eventlog.broker import install as kafka_install
-from rollstream.eventlog.broker.broker import EmbeddedBroker, find_running
+from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.eventlog.broker.credentials import HOST, password_file
+from rollstream.eventlog.broker.lock import find_running
 from rollstream.eventlog.broker.ports import answers, free_ports
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.harness.services.workspace import Workspace, broker_of

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rollstream.eventlog.broker.broker import find_running
 from rollstream.eventlog.broker.credentials import environment
+from rollstream.eventlog.broker.lock import find_running
 from rollstream.harness.services.liveness import beat, read_sign, read_signs
 from rollstream.harness.services.serving import FROM_ENVIRONMENT, read_settings, recording, settings_of, workspace_of
 from rollstream.schemas.errors import ConfigError

@@ -6,16 +6,19 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from rollstream.eventlog.broker.broker import find_running
+from rollstream.eventlog.broker.broker import EmbeddedBroker
+from rollstream.eventlog.broker.lock import find_running
 from rollstream.eventlog.broker.ports import answers
 from rollstream.harness.cli.gc import gc
-from rollstream.harness.services.workspace import Workspace, embedded_broker
+from rollstream.harness.services.workspace import AttachedBroker, Workspace, embedded_broker
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
 
@@ -35,14 +38,14 @@ def test_the_command_that_started_a_broker_stops_it_after_the_last_user(
 
         def own() -> None:
             with embedded_broker(workspace) as (_, broker):
-                assert broker is not None
+                assert isinstance(broker, EmbeddedBroker)
                 is_in.set()
                 may_leave.wait()
 
         owner = pool.submit(own)
         assert is_in.wait(60)
         with embedded_broker(workspace) as (kafka, broker):
-            assert broker is None
+            assert isinstance(broker, AttachedBroker)
             may_leave.set()
             with pytest.raises(TimeoutError):
                 owner.result(timeout=1.0)
@@ -141,13 +144,65 @@ def test_an_interrupted_command_leaves_its_broker_to_the_others_until_a_second_c
     assert find_running(tmp_path) is None
 
 
+RUN = """
+import asyncio, logging, pathlib, sys
+from rollstream.eventlog.broker.watch import keep_running
+from rollstream.harness.services.workspace import Workspace, embedded_broker
+async def run(broker):
+    watching = asyncio.create_task(keep_running(broker, lambda _: None))
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    watching.cancel()
+    await asyncio.wait({watching})
+logging.disable()
+with embedded_broker(Workspace(pathlib.Path(sys.argv[1]))) as (_, broker):
+    asyncio.run(run(broker))
+"""
+
+
+def start_run(workspace: Path) -> "subprocess.Popen[str]":
+    command, pipe = [sys.executable, "-c", RUN, str(workspace)], subprocess.PIPE
+    run = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    return run
+
+
+def test_a_broker_whose_command_was_killed_is_taken_over_by_one_of_the_runs_that_use_it(tmp_path: Path) -> None:
+    def status() -> dict[str, Any]:
+        return json.loads((tmp_path / "broker" / "broker.json").read_text())
+
+    owner = start_run(tmp_path)
+    runs, before = {run.pid: run for run in (start_run(tmp_path), start_run(tmp_path))}, status()
+    with owner:
+        owner.kill()
+    deadline = time.monotonic() + 60
+    while (now := status())["pid"] not in runs:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert now["bootstrap_servers"] == before["bootstrap_servers"] == find_running(tmp_path)
+    assert now["broker_pid"] != before["broker_pid"]
+
+    with runs.pop(now["pid"]) as heir, next(iter(runs.values())) as other:
+        assert heir.stdin is not None
+        assert heir.stderr is not None
+        heir.stdin.write("\n")
+        heir.stdin.flush()
+        assert heir.stderr.readline().startswith("waiting for other commands")
+        assert find_running(tmp_path) == now["bootstrap_servers"]
+        assert other.communicate("\n", timeout=60) == ("", "")
+        assert heir.communicate(timeout=60) == ("", "")
+    assert (heir.returncode, other.returncode) == (0, 0)
+    assert find_running(tmp_path) is None
+
+
 def test_commands_that_begin_at_the_same_moment_share_one_broker(tmp_path: Path) -> None:
     workspace, both_in = Workspace(tmp_path), threading.Barrier(3)
 
     def use(_: int) -> tuple[KafkaSettings, bool]:
         with embedded_broker(workspace) as (kafka, broker):
             both_in.wait(60)
-            return kafka, broker is not None
+            return kafka, isinstance(broker, EmbeddedBroker)
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(use, range(3)))
