@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollstream.eventlog.files import obstacle, read_json, update_json
@@ -58,9 +59,7 @@ class Workspace:
             make_private(self.folder)
             for folder in (self.logs, self.health):
                 folder.mkdir(mode=0o700, exist_ok=True)
-            probe = self.folder / ".writable"
-            probe.write_bytes(b"")
-            probe.unlink()
+            TemporaryFile(dir=self.folder).close()
         except OSError as error:
             raise ConfigError(
                 f"workspace {self.folder} is not writable: {error.strerror}; give another --workspace"

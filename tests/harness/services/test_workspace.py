@@ -210,6 +210,18 @@ def test_commands_that_begin_at_the_same_moment_share_one_broker(tmp_path: Path)
     assert sorted(is_owner for _, is_owner in found) == [False, False, True]
 
 
+def test_commands_that_check_one_workspace_at_the_same_time_can_all_write_it(tmp_path: Path) -> None:
+    workspace, both_in = Workspace(tmp_path), threading.Barrier(2)
+
+    def check(_: int) -> None:
+        both_in.wait(60)
+        for _ in range(500):
+            workspace.create()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(check, range(2))) == [None, None]
+
+
 @pytest.mark.parametrize(
     "uri", ["s3://bucket/artifacts", "memory://artifacts", "${STORES}/artifacts", "/unmounted/artifacts", "~/artifacts"]
 )
