@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.eventlog.broker import broker, credentials, guard, ports, restarts, watch
+    from rollstream.eventlog.broker import broker, credentials, guard, lock, ports, restarts, watch
 
-__all__ = ["broker", "credentials", "guard", "ports", "restarts", "watch"]
+__all__ = ["broker", "credentials", "guard", "lock", "ports", "restarts", "watch"]
