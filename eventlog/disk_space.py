@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,17 @@ class Disk(NamedTuple):
     """The folder as requested; it need not exist yet."""
     free_bytes: int
     total_bytes: int
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Have an OSError of a full disk, which has no file if it is open already, name the one that is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def is_full(error: BaseException | None) -> bool:

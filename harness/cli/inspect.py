@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollstream.eventlog.disk_space import writing
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.schemas.errors import ConfigError, QueryError
 from rollstream.schemas.topics import PREFIX
@@ -55,7 +56,6 @@ def sql(query: str, form: str, output: Path | None, limit: int, no_wait: bool, w
     """Query the metrics with read-only SQL, during or after a run."""
     if form == "parquet" and output is None:
         raise QueryError("--format parquet needs --output FILE")
-    from rollstream.harness.cli.terminal import writing
     from rollstream.metrics.sql.client import query as ask
     from rollstream.metrics.sql.formats import FORMATS
 
@@ -79,7 +79,6 @@ def sql(query: str, form: str, output: Path | None, limit: int, no_wait: bool, w
 @WORKSPACE
 def plot(run: str, output: Path | None, no_wait: bool, workspace: Path) -> None:
     """Plot a run's reward and the curriculum's percentile."""
-    from rollstream.harness.cli.terminal import writing
     from rollstream.metrics.plot import plot_run
 
     path = output or Path(f"{run}.png")
@@ -181,4 +180,6 @@ def tiny_model(folder: Path, seed: int, hidden_size: int, untied: bool) -> None:
 
     if hidden_size % 8:
         raise ConfigError(f"tiny-model --hidden-size: {hidden_size} is not a multiple of 8; take 64, or 128 for vLLM")
-    click.echo(str(make_tiny_model(folder, seed=seed, hidden_size=hidden_size, is_tied=not untied)))
+    with writing(folder):
+        made = make_tiny_model(folder, seed=seed, hidden_size=hidden_size, is_tied=not untied)
+    click.echo(str(made))

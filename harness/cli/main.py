@@ -14,6 +14,7 @@ import sys
 import click
 
 from rollstream.eventlog.disk_space import FULL
+from rollstream.harness.services.live_line import discard_output
 from rollstream.harness.services.optional_dependencies import missing
 from rollstream.metrics.sql.printable import printable_output
 from rollstream.producers.rollout.user_code import find_users_modules
@@ -134,6 +135,7 @@ def _run() -> None:
     gc.set_threshold(COLLECT_AFTER)
     try:
         code = rollstream.main(standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.Abort:
         code = EXIT_INTERRUPTED
     except click.ClickException as error:
@@ -152,7 +154,10 @@ def _run() -> None:
         code = 1
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:  # reported above, and a second time when Python ends
+        discard_output(sys.stdout)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -160,8 +165,9 @@ def one_line(error: BaseException) -> str:
     """An error's message on one line without secrets, or its type if the message is empty; for an OSError, path and
     remedy."""
     if isinstance(error, OSError) and error.errno in FULL and error.strerror == os.strerror(error.errno):
-        where = error.filename if isinstance(error.filename, str) else "output"
-        return variables.conceal(f"{where}: {error.strerror}; free some space there, or write to another disk")
+        if not isinstance(error.filename, str):
+            return f"{error.strerror}; free some space on each disk that the command writes to"
+        return variables.conceal(f"{error.filename}: {error.strerror}; free some space there, or write to another disk")
     if isinstance(error, OSError) and isinstance(error.filename, str) and error.errno in ERRORS_OF_A_PATH:
         return variables.conceal(f"{error.filename}: {error.strerror}; correct the path or its permissions")
     return variables.one_line(error, None) or type(error).__name__

@@ -1,11 +1,8 @@
-"""Tables of runs and jobs, and the name of a file in errors of writing it."""
+"""Tables of runs and jobs."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
-from rollstream.eventlog.disk_space import FULL
 from rollstream.harness.runs.progress import JobProgress, Progress, by_group, rewards_of
 from rollstream.metrics.sql.table import table
 from rollstream.schemas import ids
@@ -16,17 +13,6 @@ JOBS_COLUMNS = (
     *("run", "job", "kind", "state", "model_group", "algorithm"),
     *("trained", "planned", "at_most", "base", "fork_of"),
 )
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Have an OSError of a full disk, which has no file, name the one that is written."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def as_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -99,8 +99,7 @@ class LiveLine:
     def let_go(self) -> None:
         """Discard what the stream refused, which would otherwise change the exit status of the process."""
         if self._is_refused:
-            with suppress(OSError), open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())
+            discard_output(self._stream)
 
     @contextmanager
     def _unless_refused(self) -> Generator[None]:
@@ -125,6 +124,12 @@ class LiveLine:
         line = Text(shown(text).replace("\n", " ").replace("\t", " "))
         line.truncate(console.width - 1, overflow="ellipsis")
         console.print(line, end="", soft_wrap=True)
+
+
+def discard_output(stream: TextIO) -> None:
+    """Discard what a stream has buffered and all that follows: Python ends with another status if it is refused."""
+    with suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def clear_line(console: "Console") -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollstream.eventlog.disk_space import writing
 from rollstream.eventlog.files import obstacle, read_json, update_json
 from rollstream.eventlog.private import make_private
 from rollstream.harness.services.liveness import read_signs
@@ -86,7 +87,8 @@ class Workspace:
                     f"workspace {self.folder} is in use by {holder}; stop it, wait, or give another --workspace"
                 ) from None
             os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{what} (process {os.getpid()})\n".encode(), 0)
+            with writing(self.lock):
+                os.pwrite(lock, f"{what} (process {os.getpid()})\n".encode(), 0)
             yield
             os.ftruncate(lock, 0)
         finally:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import duckdb
 
 from rollstream.eventlog.disk_space import disk_of
 from rollstream.eventlog.failpoints import failpoint
+from rollstream.eventlog.files import named_beside
 from rollstream.eventlog.log import TopicPartition
 from rollstream.metrics.projection import tables
 from rollstream.metrics.projection.attempts import MEMBERS, PLANNED_AT, READ, TRAINED_BATCHES, Inserted, attempts_of
@@ -86,6 +87,8 @@ def connect(path: Path, *, read_only: bool, config: Mapping[str, Any] = SAFE_CON
                 f"the metrics file {path} is in use by another process{_holder(str(error))}; stop that process, or "
                 f"query its SQL service"
             ) from error
+        if _is_disk_full(error):
+            _raise_full(path, error)
         raise MetricsFileError(
             f"the metrics file {path} cannot be opened: {one_line(error)}; correct its permissions, or remove it: it "
             f"is rebuilt from the log"
@@ -261,11 +264,7 @@ class Database:
             if not _is_disk_full(error):
                 raise
             self._has_ended |= isinstance(error, duckdb.FatalException)
-            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            full.__cause__ = error
-            raise MetricsFileError(
-                f"the metrics file {self.path} cannot be written, because its disk is full; free space there"
-            ) from full
+            _raise_full(self.path, error)
 
     def _write(self, rows: Rows, offsets: Mapping[TopicPartition, int]) -> None:
         with self._transaction():
@@ -363,21 +362,15 @@ class Database:
     def _wal_bytes(self) -> int:
         return self._wal.stat().st_size if self._wal.exists() else 0
 
-    def _transaction(self) -> "_Transaction":
-        return _Transaction(self._connection)
-
-
-class _Transaction:
-    """BEGIN, then COMMIT, or ROLLBACK when the body raised."""
-
-    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None:
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
         self._connection.execute("BEGIN TRANSACTION")
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._connection.execute("COMMIT" if kind is None else "ROLLBACK")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
 
 
 def _added(
@@ -385,6 +378,15 @@ def _added(
 ) -> Sequence[Mapping[str, Any]]:
     """The rows that were really added: those that were given, unless the table had some already."""
     return given if len(returned) == len(given) else [dict(zip(columns, row, strict=True)) for row in returned]
+
+
+def _raise_full(path: Path, error: Exception) -> NoReturn:
+    """Raises MetricsFileError, caused by an OSError; it names the file that one beside it will replace."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.with_name(named_beside(path.name))))
+    full.__cause__ = error
+    raise MetricsFileError(
+        f"the metrics file {full.filename} cannot be written, because its disk is full; free space there"
+    ) from full
 
 
 def _is_disk_full(error: Exception) -> bool:

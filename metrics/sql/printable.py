@@ -6,6 +6,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
+from rollstream.eventlog.disk_space import writing
+
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """C0 and C1 controls but tab and line feed, marks that change the direction or end a line of text, and surrogates."""
 
@@ -28,14 +30,22 @@ def _escaped(match: re.Match[str]) -> str:
 class PrintableStream:
     """A stream whose output never controls the terminal. Has no `buffer`, which would bypass it."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, name: str = "the output") -> None:
+        """`name`: of the stream, in the OSError of a full disk."""
         self.stream = stream
         """The stream itself, for control sequences of the program's own, such as clearing a line."""
+        self._name = name
 
     def write(self, text: str) -> int:
         """Write the text as it may be shown."""
-        self.stream.write(printable(text))
+        with writing(self._name):
+            self.stream.write(printable(text))
         return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with writing(self._name):
+            self.stream.flush()
 
     def writelines(self, lines: Any) -> None:
         """Write each of them."""
@@ -52,7 +62,8 @@ class PrintableStream:
 def printable_output() -> Generator[None]:
     """Have standard output and standard error be such streams meanwhile."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast("TextIO", PrintableStream(stream)) for stream in before)
+    names = "standard output", "standard error"
+    sys.stdout, sys.stderr = (cast("TextIO", PrintableStream(*one)) for one in zip(before, names, strict=True))
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import send_dead_letter
+from rollstream.eventlog.disk_space import is_full
 from rollstream.eventlog.log import EventLog, Record, TopicPartition, partition_of
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.eventlog.reading import read_to_end
@@ -196,6 +198,17 @@ def test_a_file_that_another_process_holds_is_left_alone(tmp_path: Path, new_run
         asyncio.run(rebuild(log, tmp_path / "other.duckdb"))
         holder.communicate()
     assert rows_of(tmp_path / "other.duckdb") == rows_of(path)
+
+
+def test_a_full_disk_is_named_by_the_file_to_be_made(small_disk: Callable[[int], Any]) -> None:
+    disk = small_disk(1)
+    disk.fill()
+    with pytest.raises(
+        MetricsFileError, match=r"metrics\.duckdb cannot be written, because its disk is full"
+    ) as raised:
+        asyncio.run(rebuild(MemoryLog(num_partitions=2), disk.folder / "metrics.duckdb"))
+    assert is_full(raised.value)
+    assert [path.name for path in disk.folder.iterdir()] == [".ballast"]
 
 
 def test_a_file_of_another_kind_is_not_overwritten(tmp_path: Path) -> None:
