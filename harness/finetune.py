@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from rollstream.eventlog.artifact_retry import retrying
-from rollstream.eventlog.disk_space import is_full
-from rollstream.eventlog.files import write_whole
+from rollstream.eventlog.outputs import write_output
 from rollstream.harness.components.conduct import conduct as conduct_epochs
 from rollstream.harness.config import file as config_file
 from rollstream.harness.runs.conductor import Conductor, background_work
@@ -107,20 +106,7 @@ async def write_result(path: Path, outcome: Outcome) -> None:
     async def here(call: Callable[[], None]) -> None:
         call()  # a thread that waits for the reader of a pipe could not be interrupted
 
-    await retrying(lambda: _write(path, text), f"write the result to {path}", in_thread=here)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, unless only the file itself can be written: a pipe, or a file that is mounted alone."""
-    if path.is_file() or not path.exists():
-        try:
-            write_whole(path.resolve(), text, is_private=False)
-        except OSError as error:
-            if is_full(error):
-                raise
-        else:
-            return
-    path.write_text(text, encoding="utf-8")
+    await retrying(lambda: write_output(path, text), f"write the result to {path}", in_thread=here)
 
 
 async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display) -> Outcome:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollstream.eventlog.disk_space import writing
+from rollstream.eventlog.outputs import write_output
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.schemas.errors import ConfigError, QueryError
 from rollstream.schemas.topics import PREFIX
@@ -65,7 +66,7 @@ def sql(query: str, form: str, output: Path | None, limit: int, no_wait: bool, w
         click.echo(f"result truncated to {len(result.rows)} rows; raise --limit, or aggregate", err=True)
     if output is not None:
         with writing(output):
-            output.write_bytes(text if isinstance(text, bytes) else text.encode())
+            write_output(output, text)
         return
     sys.stdout.write(text if isinstance(text, str) else text.decode())
 

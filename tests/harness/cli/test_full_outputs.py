@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from rollstream.harness.cli.inspect import tiny_model
+from rollstream.harness.cli.inspect import sql, tiny_model
 from rollstream.harness.cli.main import one_line
 from rollstream.harness.services.workspace import Workspace
+from rollstream.metrics.projection.database import Database
 
 REMEDY = "No space left on device; free some space there, or write to another disk"
 
@@ -36,3 +37,17 @@ def test_the_workspaces_lock_and_a_tiny_model_are_named(small_disk: Callable[[in
     assert error is not None
     assert one_line(error).startswith(f"{disk.folder / 'tiny'}")
     assert one_line(error).endswith(REMEDY)
+
+
+def test_a_query_that_a_full_disk_cuts_off_leaves_the_file_that_was_there(
+    tmp_path: Path, small_disk: Callable[[int], Any]
+) -> None:
+    Database(tmp_path / "metrics.duckdb").close()
+    disk = small_disk(1)
+    path = disk.folder / "rows.json"
+    path.write_text("[]")
+    query = ["SELECT repeat('x', 2000000) AS x", "--format", "json", "--no-wait", "-w", str(tmp_path)]
+    error = CliRunner().invoke(sql, [*query, "--output", str(path)]).exception
+    assert error is not None
+    assert one_line(error) == f"{path}: {REMEDY}"
+    assert {one.name: one.read_text() for one in disk.folder.iterdir()} == {"rows.json": "[]"}
