@@ -90,10 +90,12 @@ class Retraining:
         return checkpoint.position.version
 
     def _checkpoint(self, checkpoints: Path, version: int, until: float) -> Checkpoint | None:
-        """The newest checkpoint up to `version` after which no manifest up to `until` returns to before it."""
+        """The newest checkpoint of recorded weights up to `version` after which no manifest up to `until` returns to
+        before it.
+        """
         folder = CheckpointFolder(checkpoints, self.job.submitted.model_group)
         while True:
-            found = folder.newest(job_id=self.job.submitted.job_id, max_version=version)
+            found = folder.newest(job_id=self.job.submitted.job_id, max_version=version, steps=self.job.steps)
             if found is None or (needed := self._needed(found.position.version, until)) == found.position.version:
                 return found
             version = needed

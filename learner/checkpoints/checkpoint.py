@@ -148,18 +148,28 @@ class CheckpointFolder:
         return path
 
     def newest(
-        self, *, job_id: str, max_version: int, digests: Mapping[int, str] = MappingProxyType({})
+        self,
+        *,
+        job_id: str,
+        max_version: int,
+        digests: Mapping[int, str] = MappingProxyType({}),
+        steps: Mapping[int, StepTrained] | None = None,
     ) -> Checkpoint | None:
         """The newest checkpoint of a job that is not above `max_version` and whose bytes have not changed.
 
         Only those of the job are hashed and loaded. A file that was changed, or is behind another manifest than that of
         the log, is named in a warning, and the one before it is used. `digests`: of manifests in the log, by index.
+        `steps`: the job's recorded ones by version; a checkpoint of other weights is passed over, for the folder may
+        hold those of another run with the same id.
         """
         for version, path in reversed(list(checkpoints_in(self.path))):
             if version > max_version or (found := position_in(path)).get("job_id", job_id) != job_id:
                 continue
             if digests.get(found.get("next_index", 0) - 1) not in (None, found.get("previous_sha256")):
                 logger.warning("checkpoint %s is behind a manifest that the log has otherwise; passed over", path)
+                continue
+            if steps is not None and not _has_weights(found, steps.get(version)):
+                logger.warning("checkpoint %s has other weights than version %s in the log; passed over", path, version)
                 continue
             checkpoint = read(path) if found else None
             if checkpoint is not None:
@@ -230,6 +240,11 @@ class CheckpointWriter:
         return await retrying(
             write, doing, self._retry, space=space, in_thread=self._in_thread, is_needed=self._is_needed
         )
+
+
+def _has_weights(position: Mapping[str, Any], recorded: StepTrained | None) -> bool:
+    """Whether a checkpoint has the weights of a recorded step; one without a readable position is not judged here."""
+    return not position or (recorded is not None and position["step"]["weights_sha256"] == recorded.weights_sha256)
 
 
 def read(path: Path) -> Checkpoint | None:

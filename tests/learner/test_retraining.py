@@ -1,13 +1,17 @@
-"""Versions of a learner that was started again with another number of threads are trained again with as many each."""
+"""A recorded job trained again: with each version's number of threads, from a checkpoint of the recorded weights."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from rollstream.eventlog import codec
+from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
 from rollstream.learner.progress import Manifest
 from rollstream.learner.retrain import RecordedJob, Retraining, threads_of
 from rollstream.schemas.events import BatchPlanned, JobSucceeded, StepTrained, WeightsPublished
-from tests.rigs.runs.retrained import steps_of
+from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 
 def test_every_version_is_trained_again_with_its_own_number_of_threads(lab: Any) -> None:
@@ -33,5 +37,28 @@ def test_every_version_is_trained_again_with_its_own_number_of_threads(lab: Any)
         found = [pair async for pair in again.steps(lab.log, until=4)]
         assert [step.threads for _, step in found] == threads
         assert all(codec.content_digest(before) == codec.content_digest(after) for before, after in found)
+
+    asyncio.run(scenario())
+
+
+def test_a_checkpoint_of_another_run_with_the_same_id_is_passed_over(
+    lab: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here the newest one: its weights are those of version 3, and not the recorded ones of version 2."""
+
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=3)
+        await lab.plan(job, 3)
+        await lab.work(lab.has(JobSucceeded))
+        steps = await steps_of(lab)
+        folder = CheckpointFolder(lab.folder / "checkpoints", job.model_group)
+        own, other = (folder.newest(job_id=job.job_id, max_version=version) for version in (2, 3))
+        assert own is not None
+        assert own.path is not None
+        assert other is not None
+        own.path.unlink()
+        folder.save(replace(other, position=own.position.model_copy(update={"step": other.position.step})))
+        await assert_retrained(lab, job, steps, first=3)
+        assert "other weights than version 2 in the log" in caplog.text
 
     asyncio.run(scenario())
