@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from rollstream.eventlog.files import beside
 from rollstream.eventlog.log import EventLog, LogReader, TopicPartition, check_kept
-from rollstream.metrics.projection.database import Database, MetricsFileError
+from rollstream.metrics.projection import tables
+from rollstream.metrics.projection.database import Database, MetricsFileError, connect
 from rollstream.metrics.projection.projector import Projector
 from rollstream.schemas.topics import TOPICS
 
@@ -79,6 +80,16 @@ class _ReportingProjector(Projector):
         await super()._write(reader, rows)
         self._num_rows += sum(map(len, rows.values()))
         self._report(self._num_rows)
+
+
+def check_file(path: Path, cluster_id: str | None) -> None:
+    """Raises MetricsFileError if a metrics file cannot be written, or is tied to another cluster than that, if any."""
+    connection = connect(path, read_only=False)
+    try:
+        if cluster_id is not None and (message := tables.other_cluster(connection, path, cluster_id)):
+            raise MetricsFileError(message)
+    finally:
+        connection.close()
 
 
 @contextmanager

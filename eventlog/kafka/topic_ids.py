@@ -164,9 +164,14 @@ def check_topics(folder: Path, cluster_id: str, found: Mapping[str, str] | None)
             logger.warning("cannot save the topic ids: %s", error)
 
 
+def clusters_of(folder: Path) -> set[str]:
+    """The clusters that a workspace folder has used."""
+    return set(read_json(folder / "topics.json"))
+
+
 def only_cluster(folder: Path) -> str | None:
     """The only cluster that a workspace folder has used; None if there are several or none."""
-    known = read_json(folder / "topics.json")
+    known = clusters_of(folder)
     return next(iter(known)) if len(known) == 1 else None
 
 

@@ -187,14 +187,13 @@ def rebuild(
     from rollstream.eventlog.kafka.log import KafkaLog
     from rollstream.harness.replays.kept import check_ends
     from rollstream.harness.services.workspace import Workspace, broker_of
-    from rollstream.metrics.projection.database import metrics_file
     from rollstream.metrics.rebuild import held
     from rollstream.metrics.rebuild import rebuild as make_again
     from rollstream.replay.archive.log import ExportLog, rebuild_exported
     from rollstream.replay.whole import check_runs
 
     layout, line = Workspace(workspace), _progress_line()
-    path = output or metrics_file(layout.folder)
+    path = _own_file(source, layout.folder) if output is None else output
     with held(path):
         pass  # report this before a broker is started
 
@@ -227,6 +226,34 @@ def rebuild(
     finally:
         line.clear()
     click.echo(str(path))
+
+
+def _own_file(source: Path | None, workspace: Path) -> Path:
+    """The metrics file of a workspace, to be made again from an export or its own log.
+
+    Raises MetricsFileError if the file or the log is of another cluster than the export, for then the next run would
+    have no metrics.
+    """
+    from rollstream.eventlog.kafka.topic_ids import clusters_of
+    from rollstream.metrics.projection.database import MetricsFileError, metrics_file
+    from rollstream.metrics.rebuild import check_file
+    from rollstream.replay.archive.manifest import read_manifest
+
+    path = metrics_file(workspace)
+    if source is None:
+        return path
+    cluster_id, used = read_manifest(source).cluster_id, clusters_of(workspace)
+    if used and cluster_id not in used:
+        raise MetricsFileError(
+            f"{path} is for the log of this workspace, which is of cluster {', '.join(sorted(used))}, and the export "
+            f"{source} is of {cluster_id}; give another file with --output, or another --workspace"
+        )
+    if path.exists():
+        try:
+            check_file(path, cluster_id)
+        except MetricsFileError as error:
+            raise MetricsFileError(f"{error}, or give another file with --output") from error
+    return path
 
 
 def _check_whole(events: "RunEvents") -> None:

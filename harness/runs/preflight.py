@@ -98,19 +98,19 @@ def check_result(path: Path | None) -> None:
         raise ConfigError(f"--result_json_path {path} is not writable; give another path")
 
 
-def check_metrics(config: RunConfig, workspace: Path) -> None:
-    """Raises MetricsFileError if the metrics file cannot be written: it remains locked or is not a database."""
-    from rollstream.metrics.projection.database import FileInUseError, connect, metrics_file
+def check_metrics(config: RunConfig, workspace: Path, cluster_id: str | None = None) -> None:
+    """Raises MetricsFileError if the run would lose its metrics: the file remains locked, is not a database, or is of
+    another cluster than `cluster_id`."""
+    from rollstream.metrics.projection.database import FileInUseError, metrics_file
+    from rollstream.metrics.rebuild import check_file
 
     path = metrics_file(workspace)
     if config.builder.services != "managed" or not path.exists():
         return
     deadline = time.monotonic() + QUERY_S
-    is_free = False
-    while not is_free:
+    while True:
         try:
-            connect(path, read_only=False).close()
-            is_free = True
+            return check_file(path, cluster_id)
         except FileInUseError:
             if time.monotonic() > deadline:
                 raise

@@ -216,14 +216,10 @@ class Database:
 
     def claim_cluster(self, cluster_id: str) -> None:
         """Tie the file to a cluster. Raises MetricsFileError if it is tied to another one."""
-        found = tables.meta(self._connection, "cluster_id")
-        if found is None:
+        if message := tables.other_cluster(self._connection, self.path, cluster_id):
+            raise MetricsFileError(message)
+        if tables.meta(self._connection, "cluster_id") is None:
             tables.tie_to(self._connection, cluster_id)
-        elif found != cluster_id:
-            raise MetricsFileError(
-                f"the metrics file {self.path} was made from cluster {found}, not from {cluster_id}; move it away, "
-                f"or use another workspace"
-            )
 
     def renew(self) -> None:
         """Replace tables of another version by empty ones, which are to be filled from the start of the log.

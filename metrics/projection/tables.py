@@ -6,6 +6,7 @@ Every function runs in the transaction of its caller.
 import hashlib
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import duckdb
@@ -64,6 +65,17 @@ def make_again(connection: duckdb.DuckDBPyConnection) -> None:
 def tie_to(connection: duckdb.DuckDBPyConnection, cluster_id: str) -> None:
     """Note the cluster that the rows are from."""
     connection.execute("INSERT INTO log.meta VALUES ('cluster_id', $1)", [cluster_id])
+
+
+def other_cluster(connection: duckdb.DuckDBPyConnection, path: Path, cluster_id: str) -> str:
+    """A message about a file whose rows are from another cluster; empty if they are not."""
+    found = meta(connection, "cluster_id") if _has_tables(connection) else None
+    if found in (None, cluster_id):
+        return ""
+    return (
+        f"the metrics file {path} was made from cluster {found}, not from {cluster_id}; move it away, or use another "
+        "workspace"
+    )
 
 
 def starts(connection: duckdb.DuckDBPyConnection) -> dict[TopicPartition, int]:

@@ -10,6 +10,8 @@ import duckdb
 import psutil
 import pytest
 
+from rollstream.metrics.projection.database import Database, metrics_file
+
 pytestmark = [pytest.mark.slow]
 
 BAD_ENVIRONMENTS = """
@@ -177,6 +179,15 @@ def test_a_database_that_another_process_holds_is_named(project: Any) -> None:
     project.workspace.mkdir()
     with duckdb.connect(str(project.workspace / "metrics.duckdb")):
         assert_one_clear_line(project.run("sql", "SELECT 1"), "metrics.duckdb")
+
+
+@pytest.mark.kafka
+def test_metrics_of_another_cluster_are_named_before_the_run(project: Any) -> None:
+    project.workspace.mkdir()
+    database = Database(metrics_file(project.workspace))
+    database.claim_cluster("other")
+    database.close()
+    assert_one_clear_line(finetune(project, project.configuration()), "was made from cluster other", "move it away")
 
 
 def test_runs_of_an_empty_workspace_are_none(project: Any) -> None:
