@@ -97,6 +97,10 @@ class GroupState:
         """The step with which a job trained a version."""
         return self.steps.get(version, {}).get(job_id)
 
+    def publisher(self, version: int) -> str | None:
+        """The job that published a version."""
+        return self.published[version].job_id if version in self.published else None
+
     def step_of(self, version: int) -> TrainedStep | None:
         """The step of a version: that of the job that published it; if there is none, that of the last job.
 

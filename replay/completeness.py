@@ -8,8 +8,10 @@ any other yet.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from rollstream.eventlog import terms
@@ -17,8 +19,8 @@ from rollstream.eventlog.log import format_position
 from rollstream.learner.progress import GroupState
 from rollstream.learner.shared_model_group.job_queue import GROUP_KEY
 from rollstream.replay.report import MISSING, Report
-from rollstream.replay.source import RunEvents, of_type
-from rollstream.replay.weights import log_state, model_groups
+from rollstream.replay.source import RunEvents, by_job, of_type
+from rollstream.replay.weights import log_state, model_groups, versions_used
 from rollstream.schemas import ids
 from rollstream.schemas.errors import TruncatedError
 from rollstream.schemas.events import (
@@ -40,13 +42,14 @@ from rollstream.schemas.events import (
     RunStarted,
     StepTrained,
     TaskRequested,
-    WeightsLoaded,
     WeightsPublished,
 )
 
 STAGE = "log"
 MAX_MISSING = 10_000
 """Missing records that are noted one by one: a changed number may name any number of them."""
+_Trained = StepTrained | WeightsPublished | JobProgressed
+"""Event that says which version a job has trained."""
 
 
 class Named(NamedTuple):
@@ -176,15 +179,15 @@ def _epochs(events: RunEvents) -> Iterator[Named]:
             sealed = ids.epoch_event("epoch_sealed", job_id, number)
             if sealed not in events.by_id:
                 yield Named("batches", sealed, epoch.event_id)
-    seals = [seal for seal, _ in of_type(events.by_topic.get("batches", ()), EpochSealed)]
+    over = {seal.job_id for seal, _ in of_type(events.by_topic.get("batches", ()), EpochSealed) if seal.is_last}
+    batches = of_type(events.by_topic.get("batches", ()), BatchPlanned)
+    last = {job_id: epoch.epoch for job_id, epoch in newest.items()}
+    for event, _ in (*batches, *of_type(events.by_topic.get("weights", ()), StepTrained)):
+        last[event.job_id] = max(event.epoch, last.get(event.job_id, event.epoch))
     for succeeded, _ in of_type(events.by_topic.get("jobs", ()), JobSucceeded):
         job_id = succeeded.job_id
-        batches = (event for event, _ in of_type(events.by_topic.get("batches", ()), BatchPlanned))
-        steps = (event for event, _ in of_type(events.by_topic.get("weights", ()), StepTrained))
-        epochs = [event.epoch for event in (*batches, *steps) if event.job_id == job_id]
-        epochs += [newest[job_id].epoch] if job_id in newest else []
-        if epochs and not any(seal.is_last for seal in seals if seal.job_id == job_id):
-            yield Named("batches", ids.epoch_event("epoch_sealed", job_id, max(epochs)), succeeded.event_id)
+        if job_id in last and job_id not in over:
+            yield Named("batches", ids.epoch_event("epoch_sealed", job_id, last[job_id]), succeeded.event_id)
 
 
 def _starts(events: RunEvents) -> Iterator[Named]:
@@ -216,41 +219,27 @@ def _planners(events: RunEvents) -> dict[str, str]:
 
 def _versions(events: RunEvents) -> Iterator[Named]:
     """Steps and versions of every model group, and the claims under which they were written."""
-    state, used = log_state(events), _used(events)
+    state, used, num_sealed = log_state(events), versions_used(events), _num_sealed(events)
+    kinds = (StepTrained, WeightsPublished, JobProgressed)
+    trained = [by_job(events.by_topic.get(kind.TOPIC, ()), kind) for kind in kinds]
     for model_group in model_groups(events):
         yield from _claims(events, model_group)
         jobs = [job for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted)]
         jobs = sorted((job for job in jobs if job.model_group == model_group), key=lambda job: job.base_version)
+        group, shown = state.group(model_group), sorted(used.get(model_group, {}).items())
         for number, job in enumerate(jobs):
             end = jobs[number + 1].base_version if number + 1 < len(jobs) else math.inf
-            group = state.group(model_group)
-            of_job = {v: by for v, by in used.get(model_group, {}).items() if job.base_version <= v <= end}
-            others = {v for v in of_job if v in group.published and group.published[v].job_id != job.job_id}
-            yield from _of_job(events, job, group, {v: by for v, by in of_job.items() if v not in others})
+            begin = bisect_left(shown, job.base_version, key=itemgetter(0))
+            of_job = shown[begin : bisect_right(shown, end, key=itemgetter(0))]
+            used_by_it = {version: by for version, by in of_job if group.publisher(version) in (None, job.job_id)}
+            own = chain.from_iterable(of_jobs.get(job.job_id, ()) for of_jobs in trained)
+            needed = _needed(events, job, group, used_by_it, own, num_sealed.get(job.job_id, 0))
+            yield from _of_job(events, job, group, needed)
 
 
-def _used(events: RunEvents) -> dict[str, dict[int, str]]:
-    """Versions that tokens were sampled with or an engine has loaded, each with the id of an event that shows it, by
-    model group.
-    """
-    used: dict[str, dict[int, str]] = {}
-    for loaded, _ in of_type(events.by_topic.get("weights", ()), WeightsLoaded):
-        used.setdefault(loaded.model_group, {}).setdefault(loaded.version, loaded.event_id)
-    for closed, _ in of_type(events.by_topic.get("groups", ()), GroupClosed):
-        task = events.by_id.get(ids.event_id("task_requested", closed.group_id))
-        if task is None or not isinstance(task.event, TaskRequested) or closed.policy != "model":
-            continue
-        for member in closed.members:
-            model_group = task.event.settings.agents.get(member.agent)
-            if model_group is not None and member.num_completion_tokens:
-                used.setdefault(model_group, {}).setdefault(member.max_version, closed.event_id)
-    return used
-
-
-def _of_job(events: RunEvents, job: JobSubmitted, group: GroupState, used: Mapping[int, str]) -> Iterator[Named]:
-    """`used`: versions between the job's base version and the next job's, each with an event that names it."""
+def _of_job(events: RunEvents, job: JobSubmitted, group: GroupState, needed: Mapping[int, str]) -> Iterator[Named]:
+    """`needed`: versions that the job has trained, see `_needed`."""
     group_id, base = job.model_group, job.base_version
-    needed = _needed(events, job, group, used)
     if (needed or group.published) and base not in group.published:
         yield Named("weights", ids.version_event("weights_published", group_id, base), job.event_id)
     newest = max(needed, default=base)
@@ -269,24 +258,29 @@ def _of_job(events: RunEvents, job: JobSubmitted, group: GroupState, used: Mappi
             yield Named("jobs", progressed, by)
 
 
-def _needed(events: RunEvents, job: JobSubmitted, group: GroupState, used: Mapping[int, str]) -> dict[int, str]:
+def _needed(
+    events: RunEvents,
+    job: JobSubmitted,
+    group: GroupState,
+    used: Mapping[int, str],
+    own: Iterable[_Trained],
+    sealed: int,
+) -> dict[int, str]:
     """Versions that a job has trained, each with an event that says so; one that says more overrides the others.
 
-    Steps and versions of void terms say nothing.
+    Steps and versions of void terms say nothing. `used`: versions between the job's base version and the next job's,
+    each with an event that names it. `own`: events of the job. `sealed`: its manifests.
     """
-    needed: dict[int, str] = {}
-    published = {version: event.job_id for version, event in group.published.items()}
-    for kind in (StepTrained, WeightsPublished, JobProgressed):
-        if kind is WeightsPublished:
-            needed |= used  # says that the version was published, and not how far the job has come
-        for event, _ in of_type(events.by_topic.get(kind.TOPIC, ()), kind):
-            is_void = kind is WeightsPublished and published.get(event.version) != event.job_id
-            is_void = is_void or (kind is StepTrained and group.step(event.version, event.job_id) is None)
-            if event.job_id == job.job_id and event.version > job.base_version and not is_void:
-                needed[event.version] = event.event_id
+    needed, published = dict[int, str](), dict[int, str]()
+    for event in own:
+        is_void = isinstance(event, WeightsPublished) and group.publisher(event.version) != job.job_id
+        is_void = is_void or (isinstance(event, StepTrained) and group.step(event.version, job.job_id) is None)
+        if event.version > job.base_version and not is_void:
+            (needed if isinstance(event, StepTrained) else published)[event.version] = event.event_id
+    needed |= {**used, **published}  # `used` says that the version was published, and not how far the job has come
     succeeded = events.by_id.get(ids.event_id("job_succeeded", job.job_id))
     if succeeded is not None and isinstance(succeeded.event, JobSucceeded):
-        planned = max([succeeded.event.final_version, job.base_version + _num_sealed(events, job.job_id)])
+        planned = max([succeeded.event.final_version, job.base_version + sealed])
         if planned > job.base_version:
             needed[planned] = succeeded.event.event_id
     return needed
@@ -346,11 +340,12 @@ def _compare_digest(events: RunEvents, report: Report, by: str, event_id: str, s
 
 def _compare_ends(events: RunEvents, report: Report) -> None:
     """Hold the last version that a job names against its manifests, and the one that its group took against the job."""
+    num_sealed = _num_sealed(events)
     for succeeded, _ in of_type(events.by_topic.get("jobs", ()), JobSucceeded):
         job = events.by_id.get(ids.event_id("job_submitted", succeeded.job_id))
         if job is None or not isinstance(job.event, JobSubmitted):
             continue
-        planned = job.event.base_version + _num_sealed(events, succeeded.job_id)
+        planned = job.event.base_version + num_sealed.get(succeeded.job_id, 0)
         if planned != succeeded.final_version:
             report.differ(STAGE, f"{succeeded.event_id}: final_version", str(succeeded.final_version), str(planned))
     for switched, _ in of_type(events.by_topic.get("jobs", ()), ModelSwitched):
@@ -368,10 +363,9 @@ def _yielded(events: RunEvents, job_id: str) -> int | None:
     return None
 
 
-def _num_sealed(events: RunEvents, job_id: str) -> int:
-    """Manifests of a job, as its newest seal counts them."""
-    seal = _newest_seals(events).get(job_id)
-    return seal.next_batch_index if seal is not None else 0
+def _num_sealed(events: RunEvents) -> dict[str, int]:
+    """Manifests of each job, as its newest seal counts them."""
+    return {job_id: seal.next_batch_index for job_id, seal in _newest_seals(events).items()}
 
 
 def _newest_seals(events: RunEvents) -> dict[str, EpochSealed]:

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from rollstream.eventlog import codec, dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -20,6 +20,14 @@ from rollstream.schemas.kafka import KafkaSettings
 EFFECTS_FIRST = ("weights", "jobs", "tasks", "batches", "groups")
 
 T = TypeVar("T")
+
+
+class _OfJob(Protocol):
+    @property
+    def job_id(self) -> str: ...
+
+
+J = TypeVar("J", bound=_OfJob)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +212,11 @@ def _starts(topic: str, begins: Mapping[int, int], starts: Mapping[str, int]) ->
 def of_type(received: Iterable[Received], kind: type[T]) -> list[tuple[T, Received]]:
     """Events of one type with the records that they came in."""
     return [(one.event, one) for one in received if isinstance(one.event, kind)]
+
+
+def by_job(received: Iterable[Received], kind: type[J]) -> dict[str, list[J]]:
+    """Events of one type by job, in the order of the log."""
+    found: dict[str, list[J]] = {}
+    for event, _ in of_type(received, kind):
+        found.setdefault(event.job_id, []).append(event)
+    return found

@@ -13,7 +13,7 @@ from rollstream.learner.progress import Manifest
 from rollstream.learner.retrain import RecordedJob, Retraining, check_ranks, threads_of
 from rollstream.learner.versions import library_versions
 from rollstream.replay.report import Report, first_field
-from rollstream.replay.source import RunEvents, of_type
+from rollstream.replay.source import RunEvents, by_job, of_type
 from rollstream.replay.weights import log_state
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import BatchPlanned, JobSubmitted, RunStarted, StepTrained
@@ -38,21 +38,21 @@ def check_libraries(started: RunStarted) -> None:
 def recorded_jobs(events: RunEvents) -> list[RecordedJob]:
     """The run's jobs that trained something, in the order of the log."""
     state = log_state(events)
+    trained = by_job(events.by_topic.get("weights", ()), StepTrained)
+    planned: dict[str, dict[int, Manifest]] = {}
+    for event, received in of_type(events.by_topic.get("batches", ()), BatchPlanned):
+        manifest = Manifest(event, received.digest, received.position.offset)
+        planned.setdefault(event.job_id, {})[event.index] = manifest
     jobs: list[RecordedJob] = []
     for submitted, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted):
         group = state.group(submitted.model_group)
         base = group.published.get(submitted.base_version)
         steps: dict[int, StepTrained] = {}
-        for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained):
-            if step.job_id == submitted.job_id and group.counts(step):
+        for step in trained.get(submitted.job_id, ()):
+            if group.counts(step):
                 steps.setdefault(step.version, step)
-        manifests = {
-            event.index: Manifest(event, received.digest, received.position.offset)
-            for event, received in of_type(events.by_topic.get("batches", ()), BatchPlanned)
-            if event.job_id == submitted.job_id
-        }
         if base is not None and steps:
-            jobs.append(RecordedJob(submitted, base, manifests, steps, group.scores))
+            jobs.append(RecordedJob(submitted, base, planned.get(submitted.job_id, {}), steps, group.scores))
     return jobs
 
 

@@ -23,10 +23,13 @@ from rollstream.schemas import ids
 from rollstream.schemas.errors import ArtifactError, DecodeError
 from rollstream.schemas.events import (
     BatchPlanned,
+    GroupClosed,
     JobSubmitted,
     ReferenceScored,
     StepTrained,
+    TaskRequested,
     WeightsCollected,
+    WeightsLoaded,
     WeightsPublished,
 )
 from rollstream.schemas.settings import EXTERNAL, JobSettings
@@ -44,6 +47,24 @@ def model_groups(events: RunEvents) -> list[str]:
     """Model groups of the run's jobs that a learner trains, in the order of the log."""
     jobs = of_type(events.by_topic.get("jobs", ()), JobSubmitted)
     return list(dict.fromkeys(job.model_group for job, _ in jobs if job.settings.kind != EXTERNAL))
+
+
+def versions_used(events: RunEvents) -> dict[str, dict[int, str]]:
+    """Versions that tokens were sampled with or an engine has loaded, each with the id of an event that shows it, by
+    model group.
+    """
+    used: dict[str, dict[int, str]] = {}
+    for loaded, _ in of_type(events.by_topic.get("weights", ()), WeightsLoaded):
+        used.setdefault(loaded.model_group, {}).setdefault(loaded.version, loaded.event_id)
+    for closed, _ in of_type(events.by_topic.get("groups", ()), GroupClosed):
+        task = events.by_id.get(ids.event_id("task_requested", closed.group_id))
+        if task is None or not isinstance(task.event, TaskRequested) or closed.policy != "model":
+            continue
+        for member in closed.members:
+            model_group = task.event.settings.agents.get(member.agent)
+            if model_group is not None and member.num_completion_tokens:
+                used.setdefault(model_group, {}).setdefault(member.max_version, closed.event_id)
+    return used
 
 
 async def compare(

@@ -7,11 +7,14 @@ from typing import Any
 import orjson
 import pytest
 
-from rollstream.eventlog.log import TopicPartition
-from rollstream.replay.completeness import check_whole
+from rollstream.eventlog.log import Received, TopicPartition
+from rollstream.replay.completeness import check_whole, compare_named
+from rollstream.replay.report import Report
 from rollstream.replay.source import read_run
+from rollstream.replay.training import recorded_jobs
 from rollstream.replay.whole import check_runs
 from rollstream.schemas.errors import TruncatedError
+from rollstream.schemas.events import JobSubmitted, JobSucceeded
 from tests.rigs.runs import replay_rig
 from tests.rigs.runs.recorded_run import EPOCHS, JOB
 from tests.rigs.runs.replay_rig import named, tampered, trained, verified
@@ -132,3 +135,35 @@ def test_starts_and_seals_that_are_gone_are_named(
 
 async def whole(run: Any) -> None:
     check_whole(await read_run(run.log, "replayed"))
+
+
+class Counted(list[Any]):
+    """Records that count how often they are read from the first to the last one."""
+
+    num_reads = 0
+
+    def __iter__(self) -> Any:
+        Counted.num_reads += 1
+        return super().__iter__()
+
+
+def num_reads(events: Any, num_jobs: int) -> int:
+    """Reads of all records by the checks of a run with so many further jobs."""
+    counted, added = replace(events, by_topic={}, by_id=dict(events.by_id)), Counted()
+    for received in events.by_topic["jobs"]:
+        if isinstance(received.event, JobSubmitted | JobSucceeded):
+            for number in range(num_jobs):
+                event = received.event.model_copy(update={"job_id": f"{JOB}{number}"})
+                added.append(Received(event, received.digest, received.position, received.timestamp_ms))
+                counted.by_id[event.event_id] = added[-1]
+    counted.by_topic |= {topic: Counted(found) for topic, found in events.by_topic.items()}
+    counted.by_topic["jobs"] += added
+    Counted.num_reads = 0
+    compare_named(counted, Report())
+    assert len(recorded_jobs(counted)) == 1
+    return Counted.num_reads
+
+
+def test_the_checks_of_a_run_read_its_records_as_often_for_many_jobs_as_for_few(recorded: Any) -> None:
+    events = asyncio.run(read_run(recorded.log, "replayed"))
+    assert num_reads(events, 30) == num_reads(events, 1)
