@@ -1,6 +1,6 @@
 """Whether every run of a log is complete, judged by its own records, because there may be no other source."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollstream.eventlog.log import EventLog, Record, TopicPartition, check_kept
@@ -11,14 +11,27 @@ from rollstream.schemas import ids
 from rollstream.schemas.base import Locator
 from rollstream.schemas.events import BatchPlanned, GroupClosed
 
+BUNDLE_BYTES = 8 * 2**20
+"""Records of several runs that are read and held together, because each reader is a connection with its login."""
+
 
 class _Spans(dict[TopicPartition, tuple[int, int]]):
-    """Offsets of a run's oldest record and behind its newest one, by partition."""
+    """Offsets of the oldest record of a run, or of several, and behind the newest one, by partition."""
+
+    size_bytes = 0
+    """Size of the records."""
 
     def add(self, record: Record) -> None:
         """Note a record, in the order of its partition."""
         where = TopicPartition(record.topic, record.partition)
         self[where] = (self.get(where, (record.offset, 0))[0], record.offset + 1)
+        self.size_bytes += len(record.value or b"")
+
+    def cover(self, other: "_Spans") -> None:
+        """Reach over those of another run too."""
+        for where, (begin, end) in other.items():
+            own = self.get(where, (begin, end))
+            self[where] = min(own[0], begin), max(own[1], end)
 
     async def read(self, log: EventLog) -> AsyncIterator[Record]:
         """The records there, other runs' between them too; in the order of `EFFECTS_FIRST`, causes first."""
@@ -47,20 +60,42 @@ class _Index:
         """Take in a record; those of events have a key."""
         if record.key is None:
             return
-        run_id = ids.run_of(record.key.decode(errors="replace"))
+        run_id = _run_of(record.key)
         (self.later if is_later else self.spans).setdefault(run_id, _Spans()).add(record)
         if run_id not in self.runs and not is_later and (received := decoded(record)) is not None:
             self.runs.setdefault(received.event.run_id, received.event.event_id)
 
-    async def events_of(self, log: EventLog, run_id: str) -> RunEvents:
-        """The run's records, as `read_run` reads them."""
+    def bundles(self) -> Iterator[list[str]]:
+        """The runs in the order of their first records, as many at a time as `BUNDLE_BYTES` has room for."""
+        bundle, size_bytes = list[str](), 0
+        for run_id in self.runs:
+            size_bytes += self.spans[run_id].size_bytes
+            if bundle and size_bytes > BUNDLE_BYTES:
+                yield bundle
+                bundle, size_bytes = [], self.spans[run_id].size_bytes
+            bundle.append(run_id)
+        if bundle:
+            yield bundle
+
+    async def events_of(self, log: EventLog, run_ids: Sequence[str]) -> dict[str, RunEvents]:
+        """Records of runs, as `read_run` reads them."""
         of_all = self.common
-        events = RunEvents(run_id, dead=of_all.dead, dead_by_fold=of_all.dead_by_fold, kept=of_all.kept)
-        async for record in self.spans[run_id].read(log):
-            events.take(record)
-        async for record in self.later.get(run_id, _Spans()).read(log):
-            events.take(record, is_later=True)
-        return events
+        found = {
+            run_id: RunEvents(run_id, dead=of_all.dead, dead_by_fold=of_all.dead_by_fold, kept=of_all.kept)
+            for run_id in run_ids
+        }
+        for is_later, spans_of in ((False, self.spans), (True, self.later)):
+            covered = _Spans()
+            for run_id in run_ids:
+                covered.cover(spans_of.get(run_id, _Spans()))
+            async for record in covered.read(log):
+                if record.key is not None and (events := found.get(_run_of(record.key))) is not None:
+                    events.take(record, is_later=is_later)
+        return found
+
+
+def _run_of(key: bytes) -> str:
+    return ids.run_of(key.decode(errors="replace"))
 
 
 async def check_runs(log: EventLog) -> list[str]:
@@ -68,17 +103,19 @@ async def check_runs(log: EventLog) -> list[str]:
 
     Raises TruncatedError naming the first record that is gone though others name it, or the range that is not kept.
     The newest records of an open run are named by nothing. Reads the small topics once to find where each run's records
-    lie, then those of one run at a time, from its first to its last one, which it holds meanwhile.
+    lie, then those of some runs at a time, from their first to their last one, which it holds meanwhile.
     """
     unended_runs: list[str] = []
     index = await _indexed(log)
-    for run_id, event_id in index.runs.items():
-        events = await index.events_of(log, run_id)
-        if not events.is_begun:
-            raise gone(events, Named("groups", ids.event_id("run_started", run_id), event_id))
-        check_whole(events)
-        await _check_ranges(log, events)
-        unended_runs += filter(None, [unended(events)])
+    for bundle in index.bundles():
+        found = await index.events_of(log, bundle)
+        for run_id in bundle:
+            events = found.pop(run_id)
+            if not events.is_begun:
+                raise gone(events, Named("groups", ids.event_id("run_started", run_id), index.runs[run_id]))
+            check_whole(events)
+            await _check_ranges(log, events)
+            unended_runs += filter(None, [unended(events)])
     return unended_runs
 
 

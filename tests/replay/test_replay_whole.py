@@ -1,6 +1,7 @@
 """Without a metrics file a cut log is found by what the runs in it name, and an export refuses what is not whole."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +9,13 @@ import orjson
 import pytest
 
 from rollstream.eventlog.log import Received, TopicPartition
+from rollstream.eventlog.reading import read_to_end
+from rollstream.replay import whole as whole_log
 from rollstream.replay.completeness import check_whole, compare_named
 from rollstream.replay.report import Report
-from rollstream.replay.source import read_run
+from rollstream.replay.source import EFFECTS_FIRST, read_run
 from rollstream.replay.training import recorded_jobs
-from rollstream.replay.whole import check_runs
+from rollstream.replay.whole import BUNDLE_BYTES, check_runs
 from rollstream.schemas.errors import TruncatedError
 from rollstream.schemas.events import JobSubmitted, JobSucceeded
 from tests.rigs.runs import replay_rig
@@ -167,3 +170,48 @@ def num_reads(events: Any, num_jobs: int) -> int:
 def test_the_checks_of_a_run_read_its_records_as_often_for_many_jobs_as_for_few(recorded: Any) -> None:
     events = asyncio.run(read_run(recorded.log, "replayed"))
     assert num_reads(events, 30) == num_reads(events, 1)
+
+
+@pytest.fixture(scope="module")
+def many(recorded: Any) -> Any:
+    """The run and copies of it under other names, one behind the other in the small topics."""
+    run = tampered(recorded)
+
+    async def copy(number: int) -> None:
+        def named_so(data: bytes | None) -> bytes:
+            return (data or b"").replace(b"replayed", b"copied%02d" % number)
+
+        for topic in EFFECTS_FIRST:
+            for one in [record async for record in read_to_end(recorded.log, topic)]:
+                key, value, headers = named_so(one.key), named_so(one.value), [(n, named_so(v)) for n, v in one.headers]
+                await run.log.send_raw(topic, key=key, value=value, headers=headers, partition=one.partition)
+
+    for number in range(12):
+        asyncio.run(copy(number))
+    return run
+
+
+@pytest.mark.parametrize(("bundle_bytes", "num_readers"), [(BUNDLE_BYTES, 2), (0, 14)])
+def test_runs_are_read_together_as_far_as_there_is_room(
+    many: Any, monkeypatch: pytest.MonkeyPatch, bundle_bytes: int, num_readers: int
+) -> None:
+    monkeypatch.setattr(whole_log, "BUNDLE_BYTES", bundle_bytes)
+    opened, reader = list[str](), many.log.reader
+
+    async def counted(start: Any) -> Any:
+        opened.extend({where.topic for where in start})
+        return await reader(start)
+
+    monkeypatch.setattr(many.log, "reader", counted)
+    assert asyncio.run(check_runs(many.log)) == []
+    assert Counter(opened) == dict.fromkeys(EFFECTS_FIRST, num_readers)
+
+
+@pytest.mark.parametrize("bundle_bytes", [BUNDLE_BYTES, 0])
+def test_the_run_that_lacks_a_record_is_named_among_many(
+    many: Any, monkeypatch: pytest.MonkeyPatch, bundle_bytes: int
+) -> None:
+    monkeypatch.setattr(whole_log, "BUNDLE_BYTES", bundle_bytes)
+    run, number = without(many, "batches", "batch_planned", EPOCHS * 8), 7
+    with pytest.raises(TruncatedError, match=f"run copied{number:02d} is incomplete: batch_planned:copied{number:02d}"):
+        asyncio.run(check_runs(run.log))
