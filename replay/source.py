@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rollstream.eventlog import codec, dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -14,10 +14,27 @@ from rollstream.eventlog.run_offsets import LETTERS, offset_name, start_offsets_
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ConfigError, DecodeError, LogError
-from rollstream.schemas.events import ReferenceScored, RunEnded, RunStarted
+from rollstream.schemas.events import (
+    BatchPlanned,
+    GroupClosed,
+    ReferenceScored,
+    RunEnded,
+    RunStarted,
+    TaskRequested,
+)
 from rollstream.schemas.kafka import KafkaSettings
+from rollstream.schemas.settings import RolloutSettings
 
 EFFECTS_FIRST = ("weights", "jobs", "tasks", "batches", "groups")
+
+_UNREAD: Mapping[type[Event], dict[str, Any]] = {ReferenceScored: {"logprobs": ""}}
+"""Fields that are not kept, and what is there instead: these are read again where they count."""
+_UNCHECKED: Mapping[type[Event], dict[str, Any]] = {
+    BatchPlanned: {"members": ()},
+    GroupClosed: {"attempts": ()},
+    TaskRequested: {"inputs": {}},
+}
+"""Those that no check of completeness reads."""
 
 T = TypeVar("T")
 
@@ -89,6 +106,10 @@ class RunEvents:
     """Offset in `groups` from which curation requested no tasks, because it could not read the run's dataset."""
     kept: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict[str, dict[int, tuple[int, int]]])
     """Oldest retained offset and the one after the newest, by topic and partition."""
+    is_for_checks: bool = False
+    """Only what `completeness.check_whole` and its caller read of an event is kept; the rest of it is empty."""
+    _settings: dict[str, RolloutSettings] = field(default_factory=dict[str, RolloutSettings])
+    """Settings of tasks by their JSON: those of an epoch share one object."""
 
     @property
     def is_begun(self) -> bool:
@@ -134,13 +155,7 @@ class RunEvents:
             return
         if received.event.run_id != self.run_id:
             return
-        if isinstance(received.event, ReferenceScored):
-            received = Received(  # its log-probabilities are read again where they count
-                received.event.model_copy(update={"logprobs": ""}),
-                received.digest,
-                received.position,
-                received.timestamp_ms,
-            )
+        received = self._without_unread(received)
         if is_dead:
             self.poison.append(received)
             return
@@ -151,33 +166,42 @@ class RunEvents:
         elif first.digest != received.digest and not isinstance(received.event, RunEnded):  # its first one counts
             self.twice.append((first, received))
 
+    def _without_unread(self, received: Received) -> Received:
+        """A record without what nothing reads of it here, so that a long run fits into memory."""
+        event = received.event
+        unread = _UNREAD.get(type(event), {}) | (_UNCHECKED.get(type(event), {}) if self.is_for_checks else {})
+        if isinstance(event, TaskRequested):
+            unread |= {"settings": self._settings.setdefault(event.settings.model_dump_json(), event.settings)}
+        found = received.with_event(event.model_copy(update=unread)) if unread else received
+        _ = found.digest  # from here on it holds the digest alone, and no longer the record's content
+        return found
+
     def _note_refusal(self, event: Event) -> None:
         """Note the refusal that an end names, also one that came after another end."""
         if isinstance(event, RunEnded) and self.refused_at is None:
             self.refused_at = event.refused_at
 
 
-async def read_run(log: EventLog, run_id: str) -> RunEvents:
+async def read_run(log: EventLog, run_id: str, *, for_checks: bool = False) -> RunEvents:
     """All that `groups`, `tasks`, `batches`, `jobs` and `weights` hold of a run. Raises ConfigError, LogError.
 
     Topics are read from where the run's newest job says that it begins, that of dead letters too; from their beginning
-    if it does not say, or if the run's start does not lie there.
+    if it does not say, or if the run's start does not lie there. `for_checks`: see `RunEvents.is_for_checks`.
     """
     starts = await start_offsets_of(log, run_id, (*EFFECTS_FIRST, LETTERS))
-    events = await _read_from(log, run_id, starts)
+    events = await _read_from(log, RunEvents(run_id, is_for_checks=for_checks), starts)
     if starts and not events.is_begun:
-        events = await _read_from(log, run_id, {})
+        events = await _read_from(log, RunEvents(run_id, is_for_checks=for_checks), {})
     _ = events.started
     return events
 
 
-async def _read_from(log: EventLog, run_id: str, starts: Mapping[str, int]) -> RunEvents:
+async def _read_from(log: EventLog, events: RunEvents, starts: Mapping[str, int]) -> RunEvents:
     """The run's records up to two ends of every topic, taken one after the other.
 
     Whatever a record before the first end names was written before it, in whichever topic, and so lies before the
     second one. The first ends are taken effects first: a fold's inputs are read at least as far as its outputs.
     """
-    events = RunEvents(run_id)
     begins = await log.begin_offsets(LETTERS)
     await take_letters(log, events, _starts(LETTERS, begins, starts))
     ends = {topic: await log.end_offsets(topic) for topic in EFFECTS_FIRST}

@@ -78,10 +78,12 @@ class _Index:
             yield bundle
 
     async def events_of(self, log: EventLog, run_ids: Sequence[str]) -> dict[str, RunEvents]:
-        """Records of runs, as `read_run` reads them."""
+        """Records of runs, as `read_run` reads them for checks."""
         of_all = self.common
         found = {
-            run_id: RunEvents(run_id, dead=of_all.dead, dead_by_fold=of_all.dead_by_fold, kept=of_all.kept)
+            run_id: RunEvents(
+                run_id, dead=of_all.dead, dead_by_fold=of_all.dead_by_fold, kept=of_all.kept, is_for_checks=True
+            )
             for run_id in run_ids
         }
         for is_later, spans_of in ((False, self.spans), (True, self.later)):

@@ -141,9 +141,10 @@ def _export_archive(
             if not partial:
                 with _partial_proposed():
                     await check_ends(log, workspace, lambda line: click.echo(line, err=True))
-            events = await read_run(log, run)
+            events = await read_run(log, run, for_checks=True)
             if not partial:
                 _check_whole(events)
+            del events  # those of a long run take more memory than the export itself
             with nullcontext() if partial else _partial_proposed():
                 return await export_run(
                     log,

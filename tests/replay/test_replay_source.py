@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog import reading
+from rollstream.eventlog.codec import content_digest
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import Received, Record
 from rollstream.eventlog.run_offsets import ends_now
@@ -221,5 +222,30 @@ def test_naming_the_manifests_of_a_run_takes_steps_in_proportion_to_its_epochs(n
         missing = [one for one in report.differences if "batch_planned:" in one.what]
         assert len(missing) == num_epochs
         assert max(looked_up.values()) <= 5
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("for_checks", [False, True])
+def test_tasks_share_their_settings_and_hold_no_content_that_nothing_reads(for_checks: bool) -> None:
+    async def scenario() -> None:
+        log = CountingLog()
+        await run(log, "long")
+        for number in range(2):
+            task = {"group_id": f"long/rl/e00000/t{number:05d}", "example_id": "x", "job_id": "long/rl", "epoch": 0}
+            sampled = {"num_rollouts": 1, "minimum": 1, "seed": 1, "min_version": 0}
+            settings = RolloutSettings(environment="e")
+            event = TaskRequested(
+                run_id="long", time_ms=1, index=number, inputs={"question": "?"}, settings=settings, **task, **sampled
+            )
+            await log.send(event)
+        events = await read_run(log, "long", for_checks=for_checks)
+        first, second = (one.event for one in events.by_topic["tasks"])
+        assert isinstance(first, TaskRequested)
+        assert isinstance(second, TaskRequested)
+        assert first.settings is second.settings
+        assert second.inputs == ({} if for_checks else {"question": "?"})
+        assert events.by_topic["tasks"][1].digest == content_digest(event)
+        assert all(isinstance(one._digest, str) for found in events.by_topic.values() for one in found)
 
     asyncio.run(scenario())
