@@ -16,10 +16,10 @@ from pydantic import JsonValue
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, wall_ms
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.checks import check_model, check_values, silence, warn
+from rollstream.harness.config.checks import check_model, silence, warn
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.config.rewards import permissions_of, weights_of
-from rollstream.harness.config.yaml import merged, read_yaml
+from rollstream.harness.replays.changed_config import changed, leaves, read_changes, without
 from rollstream.harness.runs.driver import give_signs_of_life
 from rollstream.harness.runs.plan import planned_as
 from rollstream.harness.runs.preflight import check_rewards
@@ -89,9 +89,9 @@ async def what_if(
     only the recorded configuration contains (unless `trust`), RunFailedError if the training fails.
     """
     started, source = events.started, exported or OpenedExport(log, artifacts)
-    changes = _changes(file)
+    changes = read_changes(file)
     check_stored(started.config, changes, run_id=started.run_id, trust=trust)
-    written = merged(dict(started.config), changes)
+    written = changed(started.config, changes)
     config = _of_first_group(config_file.resolve(written, is_new=False).config)
     run_id = ids.new_run_id(f"{started.name}-what-if")
     check_temperature(config, next(iter(config.trained())))
@@ -193,7 +193,7 @@ def _changed_algorithm(
     recorded: AlgorithmSettings, was: AlgorithmSettings, now: AlgorithmSettings, given: Set[str]
 ) -> AlgorithmSettings:
     """Another algorithm's settings keep of the recorded ones what all have in common; the same one's change in part."""
-    if type(recorded) is type(now):
+    if (type(recorded), recorded.name) == (type(now), now.name):
         return _changed(recorded, was, now, given)
     common = {name: getattr(now, name) for name in AlgorithmSettings.model_fields}
     shared = AlgorithmSettings(**{name: getattr(recorded, name) for name in common})
@@ -213,16 +213,6 @@ def _changed(recorded: M, was: M, now: M, given: Set[str]) -> M:
         elif old != new or name in names:
             changes[name] = new
     return recorded.model_copy(update=changes)
-
-
-def _changes(file: Path) -> dict[str, JsonValue]:
-    """The file's keys. Raises ConfigError for values that must not be stored, as in every configuration."""
-    changes = read_yaml(file)
-    try:
-        check_values(changes)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
-    return changes
 
 
 def _trains_alike(one: JobSpec, other: JobSpec) -> bool:
@@ -245,7 +235,7 @@ def without_effect(events: RunEvents, job: JobStarted, changes: dict[str, JsonVa
 
     def resolved(changes: dict[str, JsonValue]) -> config_file.Loaded:
         with silence():
-            return config_file.resolve(merged(recorded, changes), is_new=False)
+            return config_file.resolve(changed(recorded, changes), is_new=False)
 
     before, whole = _of_first_group(resolved({}).config), resolved(changes)
 
@@ -253,32 +243,15 @@ def without_effect(events: RunEvents, job: JobStarted, changes: dict[str, JsonVa
         spec = what_if_plan.filtering(job, spec_of(_of_first_group(config), before, job, submitted, ""))
         return (*what_if_plan.without_task_choice(spec), permissions_of(config))
 
-    for path in _leaves(changes):
+    for path in leaves(changes):
         try:
-            rest = resolved(_without(changes, path))
+            rest = resolved(without(changes, path))
             is_changed = (rest.config, rest.finetune) != (whole.config, whole.finetune)
             is_unused = is_changed and effect(rest.config) == effect(whole.config)
         except ConfigError:
             continue  # another key needs it
         if is_unused:
             yield path
-
-
-def _leaves(written: JsonValue, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Paths of all values of a configuration that are not mappings."""
-    if not isinstance(written, dict):
-        yield path
-        return
-    for name, value in written.items():
-        yield from _leaves(value, (*path, name))
-
-
-def _without(written: dict[str, JsonValue], path: Sequence[str]) -> dict[str, JsonValue]:
-    """The configuration without the value at a path."""
-    value = written[path[0]]
-    if len(path) > 1 and isinstance(value, dict):
-        return {**written, path[0]: _without(value, path[1:])}
-    return {name: other for name, other in written.items() if name != path[0]}
 
 
 def _recorded_job(events: RunEvents) -> JobStarted:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.harness.replays.run import ReplayRequest, project, replay_run
-from rollstream.harness.replays.what_if import means, merged
+from rollstream.harness.replays.what_if import means
 from rollstream.harness.services.workspace import Workspace
 from rollstream.metrics.sql.client import is_caught_up, query
 from rollstream.replay.source import Source
@@ -65,11 +65,3 @@ def test_means_are_of_the_steps_that_have_the_metric() -> None:
     adopted: dict[str, float] = {}
     assert means([trained, adopted, {**trained, "reward/mean": 2.0}]) == {"reward/mean": 1.5, "policy/ess": 0.5}
     assert means([adopted]) == {}
-
-
-def test_changes_are_merged_mapping_by_mapping() -> None:
-    assert merged({"a": {"b": 1, "c": [1]}, "d": 2}, {"a": {"c": [2]}, "e": 3}) == {
-        "a": {"b": 1, "c": [2]},
-        "d": 2,
-        "e": 3,
-    }

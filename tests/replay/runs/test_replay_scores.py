@@ -10,7 +10,7 @@ from rollstream.harness.replays.what_if import what_if
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.replay.source import RunEvents, of_type, read_run
 from rollstream.replay.verify import verify
-from rollstream.schemas.events import ReferenceScored, StepTrained
+from rollstream.schemas.events import JobSubmitted, ReferenceScored, StepTrained
 from tests.rigs.runs.recorded_run import RecordedRun, hashes_of
 from tests.rigs.runs.replay_changes import changes, finders, is_found
 from tests.rigs.runs.replay_rig import named, only_difference, tampered, trained, verified
@@ -89,6 +89,13 @@ def test_a_what_if_trains_on_the_recorded_scores(recorded: Any) -> None:
     assert {event.term for event in scored} == {0}
     assert all(step.scores_sha256 for step, _ in of_type(other.by_topic["weights"], StepTrained))
     assert not set(hashes_of(other)) & set(hashes_of(before))
+
+
+def test_a_what_if_by_another_algorithm_has_its_defaults(recorded: Any) -> None:
+    _, after = asyncio.run(asked(recorded, {"trainer_adapters": {"learner": {"algorithm": {"name": "gspo"}}}}))
+    ((job, _),) = of_type(after.by_topic["jobs"], JobSubmitted)
+    algorithm: Any = job.settings.algorithm
+    assert (algorithm.name, algorithm.kl_coefficient, algorithm.clip_high) == ("gspo", 0.0, 4e-4)
 
 
 class PreferenceRun(RecordedRun):

@@ -18,7 +18,8 @@ from rollstream.harness.cli import replay as command
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import forget
 from rollstream.harness.replays import run as replays
-from rollstream.harness.replays.what_if import merged, spec_of, what_if, without_effect
+from rollstream.harness.replays.changed_config import changed
+from rollstream.harness.replays.what_if import spec_of, what_if, without_effect
 from rollstream.harness.services import workspace
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.replay.source import RunEvents, of_type, read_run
@@ -213,7 +214,7 @@ def test_a_single_group_of_an_earlier_run_is_filtered_only_where_the_file_asks_f
     earlier, curriculum, filters_single_group
 ):
     before = earlier.configuration()
-    now = merged(before, {"finetuning": {"curriculum_learning": curriculum}})
+    now = changed(before, {"finetuning": {"curriculum_learning": curriculum}})
     events = asyncio.run(read_run(earlier.log, "replayed"))
     ((started, _),) = of_type(events.by_topic["groups"], JobStarted)
     ((job, _),) = of_type(events.by_topic["jobs"], JobSubmitted)
