@@ -43,6 +43,7 @@ PLAN_REVISIONS: Mapping[int, str] = {
     3: "Manifests count the rollbacks before them, and schedule and percentage none; the gate counts rewards without "
     "sampled tokens.",
     4: "The curriculum compares by agent.",
+    5: "A refill replaces groups that a rollback made stale, too.",
 }
 """Rules of planning, by the `PlanSettings.revision` that they begin with."""
 GROUP_REVISIONS: Mapping[int, str] = {
@@ -54,7 +55,7 @@ GROUP_REVISIONS: Mapping[int, str] = {
 
 NEWEST_REVISION: Literal[15] = 15
 """Value of `JobSettings.revision` in new jobs."""
-NEWEST_PLAN_REVISION: Literal[4] = 4
+NEWEST_PLAN_REVISION: Literal[5] = 5
 """Value of `PlanSettings.revision` in new plans."""
 NEWEST_GROUP_REVISION: Literal[3] = 3
 """Value of `GroupStarted.revision` in new groups."""
@@ -128,6 +129,8 @@ JUDGES_ALL_SINCE = 3
 """Rewards of trajectories without a sampled token are counted by the gate."""
 JUDGES_AGENTS_SINCE = 4
 """The curriculum compares rewards of the same agent."""
+REPLACES_STALE_SINCE = 5
+"""A refill replaces groups that a rollback made stale, too."""
 
 # ---- groups ----
 

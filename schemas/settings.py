@@ -157,14 +157,12 @@ class PlanSettings(Settings):
     gate: GateSettings | None = added(None)
     """Judges the versions that are validated."""
     max_refills: int = added(0, ge=0, le=MAX_REFILLS)
-    """Maximum number of requests, in an epoch of one batch, for further tasks in place of groups that it cannot train
-    on.
-    """
+    """Maximum number of requests, in an epoch of one batch, for tasks in place of groups that it cannot train on."""
     oversampling: int = added(0, ge=0, le=MAX_MEMBERS)
     """Rollouts of a task beyond `num_generations`; its group closes once `num_generations` are complete."""
     has_recorded_sizes: bool = added(False)
     """Whether a task asks for no more rollouts than its example's inputs hold recorded ones."""
-    revision: Literal[1, 2, 3, 4] = added(1)
+    revision: Literal[1, 2, 3, 4, 5] = added(1)
     """Rules of planning (`PLAN_REVISIONS`); a recorded plan keeps its own."""
 
     def minimum_of(self, size: int) -> int:

@@ -166,7 +166,7 @@ def _drop_stale(job: Job, groups: list[Candidate], time_ms: int) -> tuple[list[C
     fresh: list[Candidate] = []
     rejected: list[Event] = []
     for group in groups:
-        if group.is_stale(job.next_version, job.started.plan.max_staleness, job.last_adoption):
+        if job.is_stale(group):
             rejected += ledger.reject(group, "stale", time_ms)
         else:
             fresh.append(group)

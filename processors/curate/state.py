@@ -178,6 +178,10 @@ class Job:
         curriculum = self.started.plan.curriculum
         return curriculum.enabled and not curriculum.steer and self.started.rollout.policy == "model"
 
+    def is_stale(self, group: Candidate) -> bool:
+        """Whether a group is too old for the next manifest."""
+        return group.is_stale(self.next_version, self.started.plan.max_staleness, self.last_adoption)
+
     def is_last(self, epoch: int) -> bool:
         """Whether the job ends with this epoch."""
         return epoch >= self.started.plan.num_epochs - 1 or epoch == self.last_epoch

@@ -19,7 +19,7 @@ from rollstream.schemas import ids
 from rollstream.schemas.errors import ArtifactError
 from rollstream.schemas.events import EpochStarted, GroupClosed, RunStarted, TaskRequested
 from rollstream.schemas.events.recorded import group_size
-from rollstream.schemas.revisions import REFILLS_OTHERS_SINCE
+from rollstream.schemas.revisions import REFILLS_OTHERS_SINCE, REPLACES_STALE_SINCE
 
 Dataset = Mapping[str, Mapping[str, JsonValue]]
 """Inputs by example id."""
@@ -41,7 +41,8 @@ def request_refill(run: Run, job: Job, epoch: Epoch, event: GroupClosed, dataset
     recorded plan of revision 1 also before. This is the dynamic sampling of DAPO (arXiv 2503.14476, section 3.2), for
     no more tasks than are missing.
     """
-    missing = job.groups_per_batch - len(epoch.gathered)
+    counts_stale = job.started.plan.revision < REPLACES_STALE_SINCE
+    missing = job.groups_per_batch - sum(counts_stale or not job.is_stale(group) for group in epoch.gathered)
     if epoch.num_refills >= job.max_refills or missing <= 0:
         return []
     epoch.num_refills += 1

@@ -76,6 +76,24 @@ def test_a_refill_asks_for_an_example_twice_only_once_all_were_asked_for(new_par
         assert len(repeats) == len(set(repeats)) == max(0, 13 - num_examples)
 
 
+@pytest.mark.parametrize(("revision", "num_more", "num_trained"), [(5, 3, 3), (4, 1, 1)])
+def test_groups_that_a_rollback_made_stale_are_replaced_unless_the_plan_is_older(
+    partition, revision, num_more, num_trained
+):
+    closed(partition, partition.start(**PLAN, revision=revision), *[[0.0, 1.0]] * 3)
+    *tasks, last = tasks_in(partition.start_epoch(1))
+    for task in tasks:
+        partition.close(task, [0.0, 1.0], version=1)
+    partition.roll_back(0)
+    more = tasks_in(partition.close(last, [1.0, 1.0], version=1))
+    assert [task.min_version for task in more] == [2] * num_more
+    outputs = []
+    for task in more:
+        outputs = partition.close(task, [0.0, 1.0], version=2)
+    assert outputs[-1].num_trained_groups == num_trained
+    assert [one.cause for one in outputs if isinstance(one, TrajectoryRejected)] == ["stale"] * 4
+
+
 def test_a_recorded_refill_of_an_earlier_plan_asks_for_what_it_did(new_partition):
     partition = new_partition(10)
     tasks = partition.start(**PLAN | {"tasks_per_epoch": 9})
