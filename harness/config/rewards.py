@@ -13,7 +13,7 @@ from pydantic import JsonValue, ValidationError
 from rollstream.harness.config.checks import warn
 from rollstream.harness.config.dataset import MAX_SHOWN, Example
 from rollstream.producers.rollout.reply import MAX_TURNS
-from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
+from rollstream.schemas.algorithm_settings import AlgorithmSettings, Teacher, teacher_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, nearest
 from rollstream.schemas.evaluators import SECTION, Evaluator, LlmJudge, answer_key, kind_of
@@ -239,9 +239,7 @@ def check_examples(config: RunConfig, examples: Sequence[Example], location: str
         _check_recorded(config, examples, location)
     evaluators = {name: read(name, block, permissions_of(config)) for name, block in evaluators_of(config).items()}
     needed = [(f"{SECTION}.{name}.{field}", key) for name, one in evaluators.items() for field, key in _keys(one)]
-    teachers = {name: teacher_of(one.adapter.algorithm) for name, one in config.trained().items()}
-    keys = [(name, key) for name, one in teachers.items() if one is not None for key in one.keys]
-    needed += dict.fromkeys((config.group_path(name, "algorithm.context"), key) for name, key in keys)
+    needed += [(path, key) for path, teacher in _contexts(config).items() for key in teacher.keys]
     for example in examples if needed else ():
         for path, key in needed:
             if key not in example.inputs:
@@ -252,6 +250,16 @@ def check_examples(config: RunConfig, examples: Sequence[Example], location: str
         for name, one in evaluators.items() if is_new and config.environment != RECORDED else ():
             where = f"{SECTION}.{name}.answer_key: example {example.example_id!r} of {location}"
             check_answer(where, one, example.inputs)
+
+
+def _contexts(config: RunConfig) -> dict[str, Teacher]:
+    """Teachers of the trained model groups, by the path of their context."""
+    teachers = {name: teacher_of(one.adapter.algorithm) for name, one in config.trained().items()}
+    return {
+        config.group_path(name, "algorithm.context"): teacher
+        for name, teacher in teachers.items()
+        if teacher is not None
+    }
 
 
 def _keys(config: Evaluator) -> list[tuple[str, str]]:

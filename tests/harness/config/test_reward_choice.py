@@ -321,3 +321,12 @@ def test_recorded_rollouts_are_read_up_to_the_first_reward_that_is_needed(config
     written["trainer_adapters"]["a"]["algorithm"] = {"name": "sft"}
     check_examples(config({}), examples, "dataset d")
     assert read == members[:1]
+
+
+@pytest.mark.parametrize(("of_group", "path"), [(False, "a"), (True, r"a\.model_groups\.critic")])
+def test_a_context_without_its_key_is_named_by_the_model_group_that_has_it(config, written, of_group, path):
+    block = {"algorithm": {"name": "opsd", "context": "It is {nope}."}}
+    written["trainer_adapters"]["a"] |= {"model_groups": {"critic": block}} if of_group else block
+    agents = {"solver": "solver", "critic": "critic"}
+    with pytest.raises(ConfigError, match=rf"^trainer_adapters\.{path}\.algorithm\.context: .* no key 'nope'"):
+        check_examples(config({}, None, agents=agents), [Example("x", {"question": "?"})], "dataset d")
