@@ -23,6 +23,7 @@ ENTRY_POINTS = "rollstream.algorithms"
 DEFAULT = "grpo"
 CONTEXT_KEY = re.compile(r"\{(\w+)\}")
 """A reference to a key of the task's inputs within a context."""
+_BRACES = re.compile(r"(?<!\$)\{([^{}]+)\}")
 
 
 class Needs(Settings):
@@ -235,6 +236,11 @@ class Teacher(NamedTuple):
     def keys(self) -> tuple[str, ...]:
         """Keys of the task's inputs that the context refers to."""
         return tuple(dict.fromkeys(CONTEXT_KEY.findall(self.context)))
+
+    @property
+    def unfilled(self) -> tuple[str, ...]:
+        """Texts in braces that the context keeps as they are, because they are not words."""
+        return tuple(text for text in dict.fromkeys(_BRACES.findall(self.context)) if text not in self.keys)
 
 
 def teacher_of(settings: AlgorithmSettings) -> Teacher | None:

@@ -5,6 +5,7 @@ packages' types are allowed in the file, but cannot be used as rewards here.
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from pydantic import JsonValue, ValidationError
 from rollstream.harness.config.checks import warn
 from rollstream.harness.config.dataset import MAX_SHOWN, Example
 from rollstream.producers.rollout.reply import MAX_TURNS
-from rollstream.schemas.algorithm_settings import AlgorithmSettings, Teacher, teacher_of
+from rollstream.schemas.algorithm_settings import CONTEXT_KEY, AlgorithmSettings, Teacher, teacher_of
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ConfigError, nearest
 from rollstream.schemas.evaluators import SECTION, Evaluator, LlmJudge, answer_key, kind_of
@@ -239,7 +240,10 @@ def check_examples(config: RunConfig, examples: Sequence[Example], location: str
         _check_recorded(config, examples, location)
     evaluators = {name: read(name, block, permissions_of(config)) for name, block in evaluators_of(config).items()}
     needed = [(f"{SECTION}.{name}.{field}", key) for name, one in evaluators.items() for field, key in _keys(one)]
-    needed += [(path, key) for path, teacher in _contexts(config).items() for key in teacher.keys]
+    for path, teacher in _contexts(config).items():
+        needed += [(path, key) for key in teacher.keys]
+        if is_new:
+            _check_unfilled(path, teacher, examples)
     for example in examples if needed else ():
         for path, key in needed:
             if key not in example.inputs:
@@ -260,6 +264,32 @@ def _contexts(config: RunConfig) -> dict[str, Teacher]:
         for name, teacher in teachers.items()
         if teacher is not None
     }
+
+
+def _check_unfilled(path: str, teacher: Teacher, examples: Sequence[Example]) -> None:
+    """Raises ConfigError for a key in braces that is not filled in, because it is not a word.
+
+    Other texts in braces are left alone: they may be JSON or LaTeX. Warns of a context that refers to no key where one
+    is expected: beside such a text, or of a teacher that differs from the policy by the context alone.
+    """
+    keys = dict.fromkeys(key for example in examples for key in example.inputs) if teacher.unfilled else ()
+    for text in teacher.unfilled:
+        near = next((key for key in (text.strip(), re.split(r"[.\[]", text)[0].strip()) if key in keys), None)
+        if near is None:
+            continue
+        if near != text.strip():
+            remedy = f"give the value within {near!r} a key of its own in the examples"
+        elif CONTEXT_KEY.fullmatch(f"{{{near}}}"):
+            remedy = f"write {{{near}}}"
+        else:
+            remedy = f"rename the key {near!r} of the examples to a word, such as " + re.sub(r"\W+", "_", near)
+        raise ConfigError(
+            f"{path}: {{{text}}} would not be filled in: a key in braces is one word of letters, digits and _; {remedy}"
+        )
+    if teacher.context and not teacher.keys and (teacher.unfilled or not teacher.path):
+        warn(
+            f"{path}: refers to no key of the examples, so it is the same for all of them; a key is written as {{KEY}}"
+        )
 
 
 def _keys(config: Evaluator) -> list[tuple[str, str]]:

@@ -2,12 +2,13 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config.checks import check_builder
+from rollstream.harness.config.checks import check_builder, forget
 from rollstream.harness.config.components import written_of
 from rollstream.harness.config.dataset import Example
 from rollstream.harness.config.file import read_yaml
@@ -330,3 +331,42 @@ def test_a_context_without_its_key_is_named_by_the_model_group_that_has_it(confi
     agents = {"solver": "solver", "critic": "critic"}
     with pytest.raises(ConfigError, match=rf"^trainer_adapters\.{path}\.algorithm\.context: .* no key 'nope'"):
         check_examples(config({}, None, agents=agents), [Example("x", {"question": "?"})], "dataset d")
+
+
+@pytest.mark.parametrize(
+    ("context", "refused"),
+    [
+        (
+            "{question} is {correct answer}.",
+            "{correct answer} would .* rename the key 'correct answer' .* correct_answer$",
+        ),
+        ("{ref-answer}", "rename the key 'ref-answer' of the examples to a word, such as ref_answer$"),
+        ("{ question }", "{ question } would not be filled in: .*; write {question}$"),
+        ("{info.answer}", "give the value within 'info' a key of its own in the examples$"),
+        (r"{question}: put it in \boxed{x + 1}, or as {'a': 1}", None),
+    ],
+)
+def test_a_key_that_a_context_would_not_fill_in_is_refused(config, written, context, refused):
+    written["trainer_adapters"]["a"]["algorithm"] = {"name": "opsd", "context": context}
+    inputs = {"question": "?", "correct answer": "4", "ref-answer": "4", "info": {"answer": "4"}}
+    found = config({})
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_examples(found, [Example("x", inputs)], "dataset d")
+    check_examples(found, [Example("x", inputs)], "dataset d", is_new=False)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_reported"),
+    [
+        ({"name": "opsd", "context": "Think twice."}, True),
+        ({"name": "opsd", "context": "It is {answer}."}, False),
+        ({"name": "opd", "context": "Think twice.", "teacher": "models/large"}, False),
+        ({"name": "opd", "context": "It is {the answer}.", "teacher": "models/large"}, True),
+    ],
+)
+def test_a_context_that_is_the_same_for_all_examples_is_reported(config, written, caplog, algorithm, is_reported):
+    forget()
+    written["trainer_adapters"]["a"]["algorithm"] = algorithm
+    check_examples(config({}), [Example("x", {"answer": "4"})], "dataset d")
+    assert [one for one in caplog.messages if "refers to no key" in one] == caplog.messages
+    assert bool(caplog.messages) == is_reported
