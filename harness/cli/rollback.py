@@ -164,7 +164,12 @@ async def _removed(artifacts: "ArtifactStore", published: "WeightsPublished", co
 def _is_open(progress: "Progress", model_group: str) -> bool:
     """Whether a job of the group goes on."""
     own = [one for one in progress.jobs.values() if one.submitted and one.submitted.model_group == model_group]
-    return progress.ended is None and any(job.outcome is None for job in own)
+    return progress.ended is None and any(_plans(job) for job in own)
+
+
+def _plans(job: "JobProgress") -> bool:
+    """Whether further versions of a job may be planned: after its last seal curation answers no request."""
+    return job.outcome is None and not (job.sealed is not None and job.sealed.is_last)
 
 
 def _open_job(progress: "Progress", target: Target, otherwise: str) -> "tuple[str, JobProgress]":
@@ -195,10 +200,11 @@ def _open_job(progress: "Progress", target: Target, otherwise: str) -> "tuple[st
             raise ConfigError(
                 f"{where}: the model group is frozen and has one version only; name a model group that is trained"
             )
-        if job.outcome is None:
+        if _plans(job):
             return name, job
     name, job = next(reversed(own.items()))
-    raise ConfigError(f"{where}: job {name} has {job.outcome} and no other job trains the model group now; {otherwise}")
+    state = job.outcome or "planned its last version"
+    raise ConfigError(f"{where}: job {name} has {state} and no other job trains the model group now; {otherwise}")
 
 
 async def _check_pending(log: "EventLog", target: Target, job_id: str, where: str) -> None:

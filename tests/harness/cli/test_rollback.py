@@ -14,6 +14,7 @@ from rollstream.harness.cli.rollback import Target, parse_target, rollback_reque
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
     BatchPlanned,
+    EpochSealed,
     JobStarted,
     JobSubmitted,
     JobSucceeded,
@@ -150,6 +151,26 @@ def test_a_run_or_job_that_is_over_is_refused_with_the_fork_as_remedy(lab: Lab) 
             "run-1/policy@1: run run-1 has ended (completed); begin a new run from it with "
             "`rollstream finetune --fork run-1@1`"
         )
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_has_sealed_its_last_epoch_is_refused_with_the_fork_as_remedy(lab: Lab) -> None:
+    seal: dict[str, Any] = {"num_groups": 1, "num_trained_groups": 1, "num_batches": 1, "next_batch_index": 4}
+    seal |= {"run_id": "run-1", "time_ms": 1, "job_id": "run-1/rl", "zero_variance_groups": 0}
+    seal |= {"curriculum_percentile": 1.0, "curriculum_sha256": "0" * 64, "avg_reward": None}
+
+    async def scenario() -> None:
+        await lab.begin()
+        await lab.log.send(EpochSealed(**seal, epoch=0, is_last=False))
+        assert (await lab.request("run-1@1")).version == 1
+        await lab.log.send(EpochSealed(**seal, epoch=1, is_last=True))
+        assert await lab.refusal("run-1@1") == (
+            "run-1/policy@1: job run-1/rl has planned its last version and no other job trains the model group now; "
+            "begin a new run from it with `rollstream finetune --fork run-1@1`"
+        )
+        lab.artifacts.remove(lab.refs[1])
+        assert "--fork" not in await lab.refusal("run-1@1")
 
     asyncio.run(scenario())
 
