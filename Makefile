@@ -7,6 +7,8 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Two workers, and the services that they start, with a thread of torch for each core would wait for each other.
+check test unit: export OMP_NUM_THREADS ?= 1
 # Every process that a run or a test starts would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
