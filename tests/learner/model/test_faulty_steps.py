@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import math
-import multiprocessing
 import resource
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from rollstream.schemas.policy_gradient import OffPolicySettings
 from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
 from tests.learner.model.test_step import rows
 from tests.rigs.runs.retrained import assert_retrained, steps_of
+from tests.rigs.services.process_group import with_libraries
 from tests.rigs.toy_cispo import Cispo
 
 SKIPPED = "optimizer/skipped_steps"
@@ -161,18 +161,18 @@ def limited(path: str, length: int, sender: Any) -> None:
     mask = np.arange(length) > 1
     made = [
         Row(np.full(length, index % 32, np.int32), mask, np.where(mask, -3.4, 0).astype(np.float32), index)
-        for index in range(4096)
+        for index in range(1024)
     ]
-    batch = BatchView(made, [Member(f"g{index // 8}", reward=float(index % 2)) for index in range(4096)])
+    batch = BatchView(made, [Member(f"g{index // 8}", reward=float(index % 2)) for index in range(1024)])
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (600 << 20), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (used + (120 << 20), resource.RLIM_INFINITY))
     optimizer = make_optimizer(model.trainable(), settings.optimizer)
     result = train_batch(model, optimizer, batch, Grpo(), settings, index=0, seed=0)
     sender.send((result.num_optimizer_steps, result.micro_batch_tokens))
 
 
 def test_memory_that_really_runs_out_halves_the_micro_batches(tiny_model: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = with_libraries()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=limited, args=(str(tiny_model), 64, sender))
     process.start()

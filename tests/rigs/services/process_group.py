@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import psutil
@@ -24,13 +25,19 @@ def _rank(index: int, num: int, port: int, work: Callable[..., None], arguments:
     work(*arguments)
 
 
+def with_libraries() -> ForkServerContext:
+    """Starts processes as forks of one that has loaded what a learner needs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "peft", "rollstream.learner.trainer"])
+    return context
+
+
 def together(num: int, work: Callable[..., None], *arguments: Any) -> None:
     """Run `work`, a function of a module, in `num` processes at once. Raises AssertionError if one of them fails."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "peft", "rollstream.learner.trainer"])
+    context = with_libraries()
     ranks = [context.Process(target=_rank, args=(index, num, port, work, arguments)) for index in range(num)]
     for rank in ranks:
         rank.start()
