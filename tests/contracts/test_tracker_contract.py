@@ -12,17 +12,10 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rollstream.metrics.trackers.built_in import EventFile, WandbRun
-from rollstream.metrics.trackers.points import Point, TrackedJob
 from rollstream.metrics.trackers.table import JobTracker
 from rollstream.schemas.trackers import TensorBoardSettings, WandbSettings
+from tests.metrics.trackers.follow_rig import FIRST, JOB, RUN, SECOND
 
-RUN = "run-000001"
-JOB = TrackedJob(RUN, f"{RUN}/rl", "rl", "running", False, "grpo", "tiny", {"seed": 1})
-FIRST = [Point("training", 1, 1000, {"training/loss": 0.5}), Point("epoch", 0, 2000, {"epoch/avg_reward": 0.25})]
-SECOND = [
-    Point("training", 2, 3000, {"training/loss": 0.125}),
-    Point("validation", 1, 4000, {"validation/mean": 1.0}),
-]
 EXPECTED = {
     ("training/loss", 1): 0.5, ("training/loss", 2): 0.125, ("epoch/avg_reward", 0): 0.25, ("validation/mean", 1): 1.0
 }  # fmt: skip

@@ -23,7 +23,7 @@ from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
 from rollstream.schemas.topics import TOPICS
 from tests.end_to_end.conftest import ENVIRONMENT
-from tests.producers.environments.test_remote_workflow import lines_of, serving, streaming
+from tests.producers.environments.workflow_rig import lines_of, serving, streaming
 from tests.rigs import nat_samples
 from tests.rigs.services.secured_broker import SecuredBroker, secured_broker
 

@@ -28,42 +28,11 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 from rollstream.schemas.settings import ModelSettings, OptimizerSettings
-from tests.learner.checkpoints.test_restart import Crash, Fuse, fused_worker
+from tests.learner.checkpoints.restart_rig import Crash, Fuse, adopt, fused_worker, num_before
 from tests.learner.conftest import GROUP, RUN
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 LINEAR = OptimizerSettings(learning_rate=1e-2, schedule="linear")
-
-
-def num_before(planned: list[BatchPlanned]) -> int:
-    """Rollbacks among the manifests so far."""
-    return sum(one.adopts is not None for one in planned)
-
-
-async def adopt(
-    lab: Any, job: JobSubmitted, planned: list[BatchPlanned], version: int, *, counts: bool = True
-) -> list[BatchPlanned]:
-    """Plan a rollback after the manifests so far; all manifests."""
-    index = len(planned)
-    batch = BatchPlanned(
-        run_id=RUN,
-        time_ms=10 + index,
-        batch_id=ids.batch_id(job.job_id, index),
-        job_id=job.job_id,
-        model_group=job.model_group,
-        epoch=index,
-        index=index,
-        trains_at_version=job.base_version + index,
-        yields_version=job.base_version + index + 1,
-        members=(),
-        seed=index,
-        curriculum_sha256="0" * 64,
-        previous_sha256=codec.content_digest(planned[-1]),
-        adopts=version,
-        num_adopted=num_before(planned) if counts else 0,
-    )
-    await lab.log.send(batch)
-    return [*planned, batch]
 
 
 async def plan(

@@ -11,7 +11,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import PREFIX, WHOLE
 from rollstream.eventlog.log import Record, TopicPartition
 from rollstream.replay.archive.log import open_export
-from tests.metrics.test_export import export, log_of, records_of
+from tests.metrics.export_rig import export, log_of, records_of
 
 
 @pytest.mark.parametrize("topic", ["steps", "trajectories"])

@@ -12,38 +12,14 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import REFERENCE, send_dead_letter
 from rollstream.eventlog.log import EventLog, Position, Record, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.replay.archive.export import export_run
 from rollstream.replay.archive.log import ExportLog, open_export
-from rollstream.replay.archive.manifest import ExportManifest
 from rollstream.replay.archive.reader import Table
 from rollstream.schemas import events, ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, ConfigError, DecodeError, LogError, TopicError, TruncatedError
 from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.topics import TOPICS
-
-
-def log_of(*runs: Any) -> MemoryLog:
-    """Several runs of events in one log, one after the other."""
-    log = MemoryLog(num_partitions=2)
-    for run in runs:
-        asyncio.run(log.send_all(list(run.all_events())))
-    return log
-
-
-def export(log: EventLog, run_id: str, folder: Path, store: ArtifactStore, **more: Any) -> ExportManifest:
-    return asyncio.run(export_run(log, run_id, folder, artifacts=store, **more))
-
-
-async def records_of(log: EventLog, topic: str) -> list[Record]:
-    """All records of a topic, by partition and offset."""
-    ends = await log.end_offsets(topic)
-    reader = await log.reader({TopicPartition(topic, n): -1 for n in ends})
-    found: list[Record] = []
-    while any(reader.position(TopicPartition(topic, n)) < end for n, end in ends.items()):
-        found += await reader.poll(timeout_s=0.1, max_records=50)
-    await reader.close()
-    return sorted(found, key=lambda record: record.position)
+from tests.metrics.export_rig import export, log_of, records_of
 
 
 def test_small_polls_read_no_record_of_a_file_twice(

@@ -17,23 +17,11 @@ from rollstream.harness.recorded.lines import BadLine, read_lines
 from rollstream.harness.recorded.tasks import all_stored, inputs_of
 from rollstream.producers.traces.spans import Selection
 from rollstream.schemas.events.recorded import RecordedGroup, RecordedRollout
+from tests.harness.recorded.ingest_rig import lines, run_of
 from tests.rigs import nat_samples as nat
 from tests.rigs.sources.source_tree import ROOT
 
 ALL = Selection()
-
-
-def run_of(uuid, question="1+1", answer="2", **given):
-    """Lines of one workflow run with one call."""
-    call = nat.langchain(f"{uuid}-call", nat.messages(question), answer, parent=f"{uuid}-f", **given)
-    steps = nat.workflow(call, question=question, answer=answer, uuid=uuid, run_id=f"run-{uuid}")
-    for step in steps:
-        step["function_ancestry"]["function_id"] += uuid
-    return steps
-
-
-def lines(*found):
-    return [json.dumps(one).encode() for one in found]
 
 
 def members(group: RecordedGroup) -> list[RecordedRollout]:

@@ -11,7 +11,7 @@ from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.recorded.ingest import prepare
 from rollstream.harness.runs.plan import examples_of
 from rollstream.schemas.errors import ConfigError
-from tests.harness.recorded.test_ingest import lines, run_of
+from tests.harness.recorded.ingest_rig import lines, run_of
 from tests.rigs import nat_samples as nat
 
 

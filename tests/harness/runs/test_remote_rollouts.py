@@ -9,7 +9,7 @@ from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.runs.plan import examples_of
 from rollstream.harness.runs.preflight import check_names, check_workflow
 from rollstream.schemas.errors import ConfigError
-from tests.producers.environments.test_remote_workflow import serving, streaming
+from tests.producers.environments.workflow_rig import serving, streaming
 
 URL = "http://127.0.0.1:8000"
 

@@ -15,8 +15,9 @@ import pytest
 
 from rollstream.eventlog.broker.restarts import MAX_RESTARTS
 from rollstream.harness.services import supervisor as supervisor_module
-from rollstream.harness.services.supervisor import MAX_RELAYED, SILENCE_S, WARN_S, ChildSpec, LogRelay, Supervisor
+from rollstream.harness.services.supervisor import MAX_RELAYED, SILENCE_S, WARN_S, LogRelay, Supervisor
 from rollstream.schemas.errors import RunFailedError
+from tests.rigs.services.service_processes import spec
 
 pytestmark = pytest.mark.slow
 
@@ -25,10 +26,6 @@ TIED = (
     "import os, time; from rollstream.harness.services.liveness import die_with_parent; die_with_parent(os.environ); "
 )
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-
-
-def spec(name: str, code: str, stdin: bytes = b"", rank: int = 0) -> ChildSpec:
-    return ChildSpec(name, [sys.executable, "-c", code], stdin, rank)
 
 
 def is_gone(pid: int) -> bool:

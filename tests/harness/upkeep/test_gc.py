@@ -23,66 +23,26 @@ from rollstream.replay.report import Report, compare_log
 from rollstream.replay.source import read_run
 from rollstream.replay.training import train
 from rollstream.replay.verify import verify
-from rollstream.schemas.algorithms import DpoSettings, GrpoSettings
+from rollstream.schemas.algorithms import DpoSettings
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 from rollstream.schemas.events import (
     JobStarted,
-    JobSubmitted,
     LearnerClaimed,
     RunEnded,
-    RunStarted,
     WeightsLoaded,
     WeightsPublished,
 )
 from rollstream.schemas.events.training import ForkPoint
 from rollstream.schemas.settings import (
     ArtifactRef,
-    JobSettings,
-    ModelSettings,
     PlanSettings,
     RolloutSettings,
 )
+from tests.harness.upkeep.gc_rig import ended, found_in, hash_of, job, log_of, published, run, started
 from tests.rigs.runs.recorded_run import EPOCHS, RUN, RecordedRun
 
 # ---- what may go: a table ----
-
-
-def hash_of(text: str) -> str:
-    return codec.content_digest(started(text))
-
-
-def started(run_id: str, **reported: Any) -> RunStarted:
-    ref = reported.pop("dataset", None) or ArtifactRef(uri="/s/d.jsonl", sha256="d" * 64, size_bytes=0)
-    reported |= {"name": "run", "config": {}, "seed": 0, "dataset": ref, "num_examples": 1, "num_partitions": 1}
-    return RunStarted(run_id=run_id, time_ms=1, **reported)
-
-
-def ended(run_id: str) -> RunEnded:
-    return RunEnded(run_id=run_id, time_ms=9, cause="completed")
-
-
-def published(run_id: str, *versions: int, term: int = 1, name: str = "policy", like: str = "") -> list[Event]:
-    """Versions whose weights are their own, or those of `like`."""
-    found: list[Event] = []
-    for version in versions:
-        sha256 = hash_of(like or f"{run_id}/{name}@{version}/{term}")
-        ref = ArtifactRef(uri=f"/s/{sha256[:2]}/{sha256}.safetensors", sha256=sha256, size_bytes=1)
-        reported = {"model_group": f"{run_id}/{name}", "job_id": f"{run_id}/rl", "batch_id": None, "parent": None}
-        reported |= {"weights_sha256": sha256, "weights_format": "full", "base_model": "m", "artifact": ref}
-        found.append(WeightsPublished(run_id=run_id, time_ms=2, version=version, term=term, **reported))
-    return found
-
-
-def job(
-    run_id: str, base: int = 0, *, last: int = 2, every: int = 100, name: str = "policy", **reported: Any
-) -> JobSubmitted:
-    model, algorithm = ModelSettings(path="m"), reported.pop("algorithm", GrpoSettings())
-    kind = "dpo" if algorithm.name == "dpo" else "rl"
-    settings = JobSettings(kind=kind, model=model, algorithm=algorithm, keep_last=last, keep_every=every)
-    group, job_id = f"{run_id}/{name}", f"{run_id}/{name}-{base}"
-    reported |= {"job_id": job_id, "model_group": group, "base_version": base, "settings": settings}
-    return JobSubmitted(run_id=run_id, time_ms=1, **reported)
 
 
 def loaded(run_id: str, version: int, engine: str) -> WeightsLoaded:
@@ -100,11 +60,6 @@ def going(events: list[Event], **checkpoints: set[int]) -> list[str]:
         evolve(needs, Received(event, codec.content_digest(event), Position(event.TOPIC, 0, offset), 0))
     at = {f"{run_id}/policy": versions for run_id, versions in checkpoints.items()}
     return [f"{stored.model_group}@{stored.version}" for stored in removable(needs, at)]
-
-
-def run(run_id: str, *submitted: Event, versions: int = 6) -> list[Event]:
-    """An ended run with versions from 0."""
-    return [started(run_id), ended(run_id), *(submitted or [job(run_id)]), *published(run_id, *range(versions))]
 
 
 DPO = DpoSettings()
@@ -289,20 +244,6 @@ async def assert_an_export_lists_missing_artifacts(recorded: Recorded) -> None:
 
 
 # ---- what stays: files that are in doubt, or not the store's ----
-
-
-async def log_of(store: ArtifactStore, events: list[Event]) -> MemoryLog:
-    """A log of these events, whose weights lie in the store."""
-    log = MemoryLog(num_partitions=1)
-    for event in events:
-        if isinstance(event, WeightsPublished):
-            event = event.model_copy(update={"artifact": store.put_bytes(event.event_id.encode(), ".safetensors")})
-        await log.send(event)
-    return log
-
-
-def found_in(store: ArtifactStore, log: MemoryLog, folder: Path) -> Any:
-    return asyncio.run(find(log, store, folder / "checkpoints"))
 
 
 @pytest.mark.parametrize("scheme", ["", "file://", "memory://"])

@@ -13,7 +13,7 @@ from rollstream.harness.upkeep.collecting import find, remove
 from rollstream.learner.collection import MAX_VERSIONS
 from rollstream.schemas.base import Event
 from rollstream.schemas.settings import ArtifactRef
-from tests.harness.upkeep.test_gc import log_of, run
+from tests.harness.upkeep.gc_rig import log_of, run
 
 VERSIONS = 2 * MAX_VERSIONS + 50
 KEPT = [0, 100, 200, 300, 400, VERSIONS - 2, VERSIONS - 1]

@@ -7,7 +7,7 @@ from pathlib import Path
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.harness.upkeep.collecting import remove
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
-from tests.harness.upkeep.test_gc import found_in, log_of, run
+from tests.harness.upkeep.gc_rig import found_in, log_of, run
 
 
 def test_the_version_of_a_checkpoint_is_kept_whether_a_file_or_a_folder_of_shards(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 import asyncio
 import errno
-import itertools
 import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from rollstream.schemas.events import (
     StepTrained,
     WeightsPublished,
 )
+from tests.learner.checkpoints.faults_rig import failing, fault_files, versions
 from tests.learner.conftest import GROUP, RUN
 
 
@@ -39,22 +38,6 @@ class AcceleratorError(RuntimeError):
 
 
 DEVICE_FAILED = AcceleratorError("CUDA error: unspecified launch failure")
-
-
-def failing(plain: Callable[..., Any], error: BaseException, first: int = 1, last: int = 1000) -> Callable[..., Any]:
-    """A method that raises at its calls from number `first` to `last`; the others do what it did."""
-    calls = itertools.count(1)
-
-    def call(*given: Any, **options: Any) -> Any:
-        if first <= next(calls) <= last:
-            raise error
-        return plain(*given, **options)
-
-    return call
-
-
-def fault_files(lab: Any) -> list[Path]:
-    return sorted((lab.folder / "checkpoints").glob("*/fault.*"))
 
 
 @pytest.mark.parametrize(
@@ -201,10 +184,6 @@ def test_an_exception_that_ends_a_second_process_at_the_same_manifest_fails_the_
         assert published == sorted(set(published))
 
     asyncio.run(scenario())
-
-
-async def versions(lab: Any) -> list[int]:
-    return [one.version for one in await lab.events("weights", WeightsPublished)]
 
 
 def test_a_learner_that_was_replaced_records_no_failure(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from rollstream.learner.model.memory import MemoryHeldError
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.schemas.events import JobFailed, JobSucceeded, WeightsPublished
 from rollstream.schemas.settings import ModelSettings
-from tests.learner.checkpoints.test_faults import failing, fault_files, versions
+from tests.learner.checkpoints.faults_rig import failing, fault_files, versions
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 

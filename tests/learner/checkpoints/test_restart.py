@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import pytest
 from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import HashedFile
-from rollstream.eventlog.log import Encoded, Position
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
 from rollstream.learner.model.tensor_file import from_bytes, to_bytes
 from rollstream.learner.worker import Worker
 from rollstream.schemas.algorithms import GrpoSettings
-from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, FencedError, StoreUnavailableError, VersionDivergedError
 from rollstream.schemas.events import (
     JobFailed,
@@ -28,70 +25,9 @@ from rollstream.schemas.events import (
     WeightsPublished,
 )
 from rollstream.schemas.settings import ArtifactRef, ModelSettings
+from tests.learner.checkpoints.restart_rig import Crash, Fuse, fused_worker
 
 pytestmark = pytest.mark.slow
-
-
-class Crash(BaseException):
-    """The process is gone."""
-
-
-class Fuse:
-    """Burns at write number `at`, before it or after it."""
-
-    def __init__(self, at: int, *, is_before: bool) -> None:
-        self.left = at
-        self.is_before = is_before
-
-    def before(self) -> None:
-        self.left -= 1
-        if self.left < 0 and self.is_before:
-            raise Crash
-
-    def after(self) -> None:
-        if self.left < 0:
-            raise Crash
-
-
-class FusedLog:
-    """A log whose sends go through a fuse, one event at a time."""
-
-    def __init__(self, log: Any, fuse: Fuse) -> None:
-        self._log = log
-        self._fuse = fuse
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._log, name)
-
-    async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
-        self._fuse.before()
-        position = await self._log.send(event, partition=partition)
-        self._fuse.after()
-        return position
-
-    async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
-        return [await self.send(event, partition=partition) for event in events]
-
-
-class FusedStore(ArtifactStore):
-    """An artifact store whose writes go through a fuse."""
-
-    fuse: Fuse
-
-    def put_hashed(self, file: HashedFile, suffix: str = "") -> ArtifactRef:
-        self.fuse.before()
-        ref = super().put_hashed(file, suffix)
-        self.fuse.after()
-        return ref
-
-
-def fused_worker(lab: Any, fuse: Fuse) -> Worker:
-    store = FusedStore(lab.artifacts.uri)
-    store.fuse = fuse
-    log: Any = FusedLog(lab.log, fuse)
-    return Worker(
-        log, store, name="doomed", checkpoints=lab.folder / "checkpoints", threads=1, permissions=lab.permissions
-    )
 
 
 async def undisturbed(lab: Any, folder: Path, **settings: Any) -> tuple[Any, ...]:

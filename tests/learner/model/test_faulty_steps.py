@@ -29,8 +29,8 @@ from rollstream.schemas.events.rollouts import Completion, VersionSpan
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.policy_gradient import OffPolicySettings
 from rollstream.schemas.settings import JobSettings, ModelSettings, OptimizerSettings
-from tests.learner.model.test_step import rows
 from tests.rigs.runs.retrained import assert_retrained, steps_of
+from tests.rigs.runs.step_rows import rows
 from tests.rigs.services.process_group import with_libraries
 from tests.rigs.toy_cispo import Cispo
 

@@ -21,7 +21,7 @@ from rollstream.learner.model.tree_attention import use_flash_attention
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import LoraSettings, ModelSettings
-from tests.learner.model.test_step import rows
+from tests.rigs.runs.step_rows import rows
 
 LORA = LoraSettings(rank=2, alpha=4, dropout=0.1, target_modules=("q_proj", "v_proj"))
 

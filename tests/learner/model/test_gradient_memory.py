@@ -10,7 +10,7 @@ import torch
 from rollstream.learner.model.memory import GradientMemory
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.schemas.settings import ModelSettings
-from tests.learner.model.test_step import padded, trained
+from tests.rigs.runs.step_rows import padded, trained
 
 SIZE = 4 * mmap.PAGESIZE
 

@@ -21,9 +21,9 @@ from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.errors import ConfigError, ModelError
 from rollstream.schemas.events import JobSucceeded, WeightsPublished
 from rollstream.schemas.settings import LoraSettings, ModelSettings, OptimizerSettings, Sampling
-from tests.learner.model.test_step import rows
 from tests.producers.engines.engine_rig import run, together
 from tests.rigs.runs.retrained import assert_retrained, steps_of
+from tests.rigs.runs.step_rows import rows
 
 LORA = LoraSettings(rank=2, alpha=4)
 

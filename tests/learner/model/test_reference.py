@@ -17,8 +17,8 @@ from rollstream.learner.scoring.models import TeacherModel
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.events import JobSucceeded, ReferenceScored, StepTrained
 from rollstream.schemas.settings import LoraSettings, ModelSettings
-from tests.learner.model.test_step import rows
 from tests.rigs.runs.retrained import assert_retrained, steps_of
+from tests.rigs.runs.step_rows import rows
 
 
 def test_a_reference_in_bfloat16_takes_half_and_the_policy_stays_as_it_is(tiny_model: Path) -> None:

@@ -16,7 +16,7 @@ from rollstream.schemas.devices import own_threads
 from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.events import JobFailed, JobSucceeded, StepTrained, WeightsPublished
 from rollstream.schemas.settings import ModelSettings
-from tests.learner.test_rollback import adopt
+from tests.learner.checkpoints.restart_rig import adopt
 
 
 async def submit(lab: Any, name: str, *, deterministic: bool, threads: int | None) -> None:

@@ -1,7 +1,6 @@
 """Training on rows: what decides its bits and what does not."""
 
 import os
-import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -25,29 +24,8 @@ from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.errors import ModelError, RunFailedError
 from rollstream.schemas.revisions import NEWEST_REVISION
 from rollstream.schemas.settings import JobSettings, LoraSettings, ModelSettings, OptimizerSettings
+from tests.rigs.runs.step_rows import Given, padded, rows, trained
 from tests.rigs.waits import counted_waits
-
-
-class Given(Grpo):
-    """grpo with the rewards of members as advantages."""
-
-    def prepare(self, batch: BatchView, settings: Any) -> Prepared:
-        return Prepared(advantages=[batch.members[row.member].reward for row in batch.rows])
-
-
-def rows(count: int = 8) -> BatchView:
-    rng = random.Random(3)
-    made: list[Row] = []
-    members: list[Member] = []
-    for _ in range(count):
-        length = rng.randint(4, 12)
-        mask = np.asarray([index > 1 and rng.random() < 0.6 for index in range(length)])
-        mask[-1] = True
-        logprobs = np.where(mask, -3.4 + 0.2 * np.asarray([rng.random() for _ in range(length)]), 0)
-        ids = np.asarray([rng.randrange(32) for _ in range(length)], np.int32)
-        made.append(Row(ids, mask, logprobs.astype(np.float32), len(members)))
-        members.append(Member(reward=rng.choice([-1.0, 1.0])))
-    return BatchView(made, members)
 
 
 class OfRowLengths(Given):
@@ -55,29 +33,6 @@ class OfRowLengths(Given):
 
     def prepare(self, batch: BatchView, settings: Any) -> Prepared:
         return replace(super().prepare(batch, settings), normaliser=normaliser_of(settings, batch))
-
-
-def padded() -> collate.MicroBatch:
-    """All rows in one forward."""
-    trained, units = collate.prepared_rows(rows(), Given().prepare(rows(), GrpoSettings()))
-    return collate.pad(trained, units)
-
-
-def trained(path: Path, *, times: int = 1, **algorithm: Any) -> tuple[PolicyModel, dict[str, float]]:
-    """A model trained on the same rows so many times, and the metrics of the last time."""
-    make_deterministic(1)
-    settings = JobSettings(
-        kind="rl",
-        model=ModelSettings(path=str(path), device="cpu"),
-        algorithm=GrpoSettings(**algorithm),
-        optimizer=OptimizerSettings(learning_rate=1e-3, max_grad_norm=1e9),
-    )
-    model = PolicyModel(settings.model, seed=0)
-    optimizer = make_optimizer(model.trainable(), settings.optimizer)
-    metrics = dict[str, float]()
-    for _ in range(times):
-        metrics = train_batch(model, optimizer, rows(), Given(), settings, index=0, seed=1).metrics
-    return model, metrics
 
 
 def test_logprobs_and_entropies_are_those_of_a_plain_forward_of_each_row(tiny_model: Path) -> None:

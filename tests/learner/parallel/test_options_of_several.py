@@ -19,7 +19,7 @@ from rollstream.learner.parallel.process_ranks import ProcessRanks, joined
 from rollstream.learner.parallel.sharded_policy import ShardedPolicy, checkpointed, write_shards
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import JobSettings, OptimizerSettings
-from tests.learner.parallel.test_sharded_training import Training, furthest, settings, weights
+from tests.learner.parallel.training_rig import Training, furthest, settings, weights
 from tests.rigs.services.process_group import together
 
 pytestmark = pytest.mark.slow

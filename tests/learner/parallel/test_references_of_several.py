@@ -25,7 +25,7 @@ from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import LoraSettings, ModelSettings, OptimizerSettings
 from tests.learner.conftest import Lab, PairLab
-from tests.learner.parallel.test_jobs_of_several import launched, slowly, wait_until
+from tests.learner.parallel.launched_rig import launched, slowly, wait_until
 from tests.rigs.services.process_group import together
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from rollstream.schemas.errors import ConfigError, ModelError
 from rollstream.schemas.events import JobFailed, JobSucceeded, ReferenceScored, StepTrained
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import Sampling
-from tests.learner.scoring.test_teacher import assert_scores_are_those_of, logprobs_by_transformers
+from tests.learner.scoring.teacher_rig import assert_scores_are_those_of, logprobs_by_transformers
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 from tests.rigs.services.vllm_server import VllmServer
 

@@ -9,17 +9,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.learner.scoring import contexts
-from rollstream.learner.scoring.scores import by_sequence
 from rollstream.learner.tiny_model import make_tiny_model
-from rollstream.schemas import ids, tokens
+from rollstream.schemas import ids
 from rollstream.schemas.algorithms import OpdSettings, OpsdSettings
 from rollstream.schemas.events import (
     JobFailed,
@@ -28,10 +25,10 @@ from rollstream.schemas.events import (
     ReferenceScored,
     RunStarted,
     StepTrained,
-    TrajectoryAssembled,
     WeightsPublished,
 )
 from rollstream.schemas.settings import ArtifactRef
+from tests.learner.scoring.teacher_rig import assert_scores_are_those_of
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 
 
@@ -48,32 +45,6 @@ async def trained(lab: Any, algorithm: Any) -> JobSubmitted:
     await lab.plan(job, 2)
     await lab.work(lab.has(JobSucceeded))
     return job
-
-
-def logprobs_by_transformers(model: Path, token_ids: list[int]) -> list[float]:
-    """Log-probability of each id but the first, given those before it."""
-    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    with torch.no_grad():
-        found = torch.log_softmax(module(torch.tensor([token_ids])).logits[0, :-1], -1)
-    return found[torch.arange(len(token_ids) - 1), token_ids[1:]].tolist()
-
-
-async def assert_scores_are_those_of(lab: Any, model: Path, prefix: list[int]) -> None:
-    """Every recorded score is what transformers computes in float64, `prefix` before the sequence."""
-    recorded = await lab.events("weights", ReferenceScored)
-    trajectories = {one.trajectory_id: one for one in await lab.events("trajectories", TrajectoryAssembled)}
-    assert len(recorded) == len(trajectories) == 16
-    for event in recorded[::5]:
-        trajectory = trajectories[event.trajectory_id]
-        scores = by_sequence(trajectory, np.frombuffer(tokens.decode_floats(event.logprobs), np.float32))
-        for sequence, values in zip(trajectory.sequences, scores, strict=True):
-            token_ids = [*prefix, *tokens.decode_ids(sequence.token_ids)]
-            wanted = [0.0] * (1 - min(1, len(prefix))) + logprobs_by_transformers(model, token_ids)[
-                max(0, len(prefix) - 1) :
-            ]
-            for part in sequence.completions:
-                at = slice(part.start, part.start + part.length)
-                assert values[at].tolist() == pytest.approx(wanted[at], rel=1e-5)
 
 
 def test_a_teacher_is_asked_once_and_needed_by_no_replay(lab: Any, folders: tuple[Path, Path]) -> None:

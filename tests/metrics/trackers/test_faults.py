@@ -18,7 +18,7 @@ from rollstream.schemas.base import Event
 from rollstream.schemas.events import GroupClosed, RunEnded, TaskRequested
 from rollstream.schemas.trackers import TensorBoardSettings
 from tests.metrics.trackers.conftest import RUN, Crash, KeptTracker, Projected, asking
-from tests.metrics.trackers.test_follow import EXPECTED, RL, SETTINGS, SFT, send, send_to_the_end, steps, tracked
+from tests.metrics.trackers.follow_rig import EXPECTED, RL, SETTINGS, SFT, send, send_to_the_end, steps, tracked
 
 
 def in_order(tracker: KeptTracker) -> dict[str, list[tuple[str, int]]]:
@@ -136,7 +136,7 @@ def test_an_event_file_that_was_removed_is_reported(projected: Projected, run_ev
 
 
 def test_two_workspaces_have_an_event_file_each(tmp_path: Path) -> None:
-    from tests.contracts.test_tracker_contract import FIRST, JOB, SECOND
+    from tests.metrics.trackers.follow_rig import FIRST, JOB, SECOND
 
     settings = TensorBoardSettings(log_dir=tmp_path / "boards")
     first = EventFile(settings, JOB, {}, tmp_path / "one")

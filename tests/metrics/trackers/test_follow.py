@@ -11,53 +11,15 @@ import pytest
 from rollstream.harness.config.file import resolve
 from rollstream.harness.runs.outcome import behind_of
 from rollstream.metrics.trackers import follow, points
-from rollstream.metrics.trackers.follow import TrackedRun, unfinished_runs
+from rollstream.metrics.trackers.follow import unfinished_runs
 from rollstream.metrics.trackers.points import jobs_of, new_keys, points_of
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import RollstreamError
 from rollstream.schemas.events import EpochStarted, GroupClosed, RunEnded, TaskRequested
-from rollstream.schemas.trackers import CustomTrackerSettings
 from tests.harness.conftest import configuration
 from tests.metrics.trackers.conftest import RUN, Crash, KeptTracker, Projected, asking
-
-SETTINGS = CustomTrackerSettings(kind="python:a.B")
-SFT, RL = f"{RUN}/sft", f"{RUN}/rl"
-EXPECTED = {SFT: [("training", 1)], RL: [("training", 2), ("training", 3), ("epoch", 0), ("epoch", 1)]}
-
-
-def tracked(tracker: KeptTracker, workspace: Path) -> TrackedRun:
-    return TrackedRun(RUN, SETTINGS, tracker.open, workspace)
-
-
-def send(one: TrackedRun, workspace: Path) -> None:
-    """Send all that the metrics have, and finish a run that has ended."""
-    ask, before = asking(workspace), -1
-    while one.num_points > before:
-        before = one.num_points
-        one.send_new(ask, ask)
-    one.send_new(ask, ask)
-
-
-def steps(tracker: KeptTracker) -> dict[str, list[tuple[str, int]]]:
-    return {
-        job: [(mine[number].series, mine[number].step) for number in sorted(mine)]
-        for job, mine in tracker.points.items()
-    }
-
-
-def send_to_the_end(tracker: KeptTracker, workspace: Path) -> int:
-    """Send until nothing is new, with a new process after each crash; the number of crashes."""
-    for crashes in itertools.count():
-        one = tracked(tracker, workspace)
-        try:
-            send(one, workspace)
-        except Crash:
-            one.close()
-            continue
-        one.close()
-        return crashes
-    raise AssertionError
+from tests.metrics.trackers.follow_rig import EXPECTED, RL, SETTINGS, SFT, send, send_to_the_end, steps, tracked
 
 
 def test_points_of_a_run_have_their_values_by_name(projected: Projected, run_events: list[Event]) -> None:

@@ -18,8 +18,8 @@ from rollstream.processors.curate.shell import CurateShell
 from rollstream.processors.curate.state import Clock
 from rollstream.processors.host.app import Batch
 from rollstream.schemas.events import RunEnded, RunStarted
-from tests.processors.curate.test_curate_any_run import PLANS, RANDOMS, simulate
-from tests.processors.host.test_shells import close_groups, groups_batch, run_events
+from tests.processors.curate.any_run import PLANS, RANDOMS, simulate
+from tests.processors.host.groups_rig import close_groups, groups_batch, run_events
 
 DATASET = b"\n".join(orjson.dumps({"example_id": f"x{n:03d}", "inputs": {"number": n}}) for n in range(5))
 

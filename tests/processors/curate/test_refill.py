@@ -18,7 +18,7 @@ from rollstream.schemas.events import (
     TaskRequested,
     TrajectoryRejected,
 )
-from tests.processors.host.test_shells import close_groups, groups_batch, run_events
+from tests.processors.host.groups_rig import close_groups, groups_batch, run_events
 from tests.rigs.steps_rig import events_of
 
 QUICK = Retry(first_wait_s=0.01, max_wait_s=0.01)

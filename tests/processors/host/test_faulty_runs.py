@@ -28,8 +28,7 @@ from rollstream.schemas.events import (
     TaskCancelled,
     TrajectoryRejected,
 )
-from tests.processors.host.test_poison import Raising
-from tests.processors.host.test_shells import close_groups, run_events
+from tests.processors.host.groups_rig import Raising, close_groups, run_events
 from tests.rigs.steps_rig import events_of, records_of
 
 NUM_RECORDS = 3000

@@ -8,7 +8,7 @@ from rollstream.eventlog.log import Record, TopicPartition
 from rollstream.processors.assemble.shell import AssembleShell
 from rollstream.processors.curate.shell import CurateShell
 from rollstream.processors.host.app import Batch
-from tests.processors.host.test_shells import groups_batch, run_events
+from tests.processors.host.groups_rig import groups_batch, run_events
 from tests.rigs.counting_log import CountingLog, counted
 from tests.rigs.steps_rig import attempt, records_of, started
 

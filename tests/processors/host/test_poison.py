@@ -20,6 +20,7 @@ from rollstream.schemas.errors import FoldError
 from rollstream.schemas.events import EpochStarted, GroupClosed, JobStarted, RewardRecorded, RunStarted
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
 from rollstream.schemas.topics import MIB
+from tests.processors.host.groups_rig import Raising
 from tests.rigs.steps_rig import attempt, events_of, fold, group, received_of, records_of, started, tick
 
 PARTITIONS = 4
@@ -105,20 +106,6 @@ def test_poison_is_one_letter_kept_unchanged_and_the_group_closes_without_it(nam
 
 
 # ---- a fold that raises on some records ----
-
-
-class Raising:
-    """A fold that raises in the middle of chosen records, after it has changed its state."""
-
-    def __init__(self, evolve, is_bad):
-        self.evolve = evolve
-        self.is_bad = is_bad
-
-    def __call__(self, state, received, *more):
-        answer = self.evolve(state, received, *more)
-        if self.is_bad(received):
-            raise ZeroDivisionError(f"division by zero at {received.position.offset}")
-        return answer
 
 
 def workload(num_groups):

@@ -11,7 +11,7 @@ from rollstream.processors.assemble.shell import AssembleShell
 from rollstream.processors.curate.shell import CurateShell
 from rollstream.processors.host.app import Batch
 from rollstream.schemas.events import EpochStarted, RunEnded
-from tests.processors.host.test_shells import close_groups, groups_batch, run_events
+from tests.processors.host.groups_rig import close_groups, groups_batch, run_events
 
 WAIT_S = 120
 

@@ -19,7 +19,7 @@ from rollstream.processors.curate.shell import CurateShell
 from rollstream.processors.host.host import create_host
 from rollstream.schemas.events import BatchPlanned, GroupClosed, RunEnded
 from rollstream.schemas.topics import TOPICS
-from tests.processors.host.test_shells import run_events
+from tests.processors.host.groups_rig import run_events
 from tests.rigs.steps_rig import attempt, started
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(180)]

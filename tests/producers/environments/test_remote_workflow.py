@@ -1,9 +1,7 @@
 """Rollouts at a workflow behind HTTP: a real server on this machine streams NAT's lines, or fails in every way."""
 
 import asyncio
-import contextlib
 import json
-import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -15,20 +13,10 @@ from rollstream.producers.traces.stream import MAX_LINE_BYTES, MAX_STREAM_BYTES,
 from rollstream.schemas.errors import EnvironmentRunError
 from rollstream.schemas.events import RolloutFailed
 from tests.producers.conftest import task_of
+from tests.producers.environments.workflow_rig import lines_of, serving, streaming
 from tests.rigs import nat_samples as nat
 
 ASKED = [nat.messages("1+1="), [*nat.messages("1+1=", "add"), {"role": "tool", "content": "2"}]]
-
-
-def lines_of(steps, *values):
-    """The server's lines of steps (without their ancestry), then of the answer."""
-    lines = ['observability_trace: {"observability_trace_id": "0"}']
-    for step in steps:
-        payload = step["payload"]
-        reported = {"id": payload["UUID"], "type": payload["event_type"], "name": payload["name"] or ""}
-        reported |= {"parent_id": step["parent_id"], "payload": json.dumps(payload)}
-        lines.append(f"intermediate_data: {json.dumps(reported)}")
-    return [*lines, *(f"data: {json.dumps({'value': value})}" for value in values)]
 
 
 def agents_lines(*values, question="1+1="):
@@ -38,58 +26,6 @@ def agents_lines(*values, question="1+1="):
     started = nat.step("FUNCTION_START", "w-g", name="solver", parent="w-f")
     steps = nat.workflow([started], *calls, nat.langchain("b", ASKED[1], "2", **inner), question=question, answer="2")
     return lines_of(steps, *values)
-
-
-@contextlib.contextmanager
-def serving(answer, path="/v1/workflow/full"):
-    """URL of a server whose `path` answers by the coroutine `answer(request)`; and the bodies that were posted."""
-    loop, ready, bodies, ports = asyncio.new_event_loop(), threading.Event(), [], []
-
-    async def handle(request):
-        bodies.append(await request.json())
-        return await answer(request)
-
-    async def start():
-        app = web.Application()
-        app.router.add_post(path, handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        ports.append(runner.addresses[0][1])
-        ready.set()
-        return runner
-
-    def serve():
-        asyncio.set_event_loop(loop)
-        runner = loop.run_until_complete(start())
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        assert ready.wait(10)
-        yield f"http://127.0.0.1:{ports[0]}", bodies
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-
-
-def streaming(lines, *, cut=7000):
-    """Answers with the lines, in pieces that do not fall together with them."""
-
-    async def answer(request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        data = "\n\n".join(lines).encode() + b"\n\n"
-        for at in range(0, len(data), cut):
-            await response.write(data[at : at + cut])
-        await response.write_eof()
-        return response
-
-    return answer
 
 
 def ask(play, answer, *, path="/v1/workflow/full", inputs=None, **config):

@@ -14,7 +14,7 @@ from rollstream.producers.engines.scripted import ScriptedTokenizer
 from rollstream.schemas import tokens
 from tests.producers.conftest import answers
 from tests.producers.gateway.gateway_rig import play_outside
-from tests.producers.openai.test_openai_endpoint import serving
+from tests.producers.openai.endpoint_rig import serving
 
 LONG: Any = {"sampling": {"max_new_tokens": 200}}
 CALL = '<tool_call>\n{"name": "run", "arguments": {"command": "ls"}}\n</tool_call>'

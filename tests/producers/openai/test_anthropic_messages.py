@@ -11,7 +11,7 @@ import pytest
 from rollstream.producers.engines.scripted import ScriptedTokenizer
 from rollstream.producers.openai.anthropic import parse_count, parse_messages
 from rollstream.producers.openai.requests import Refusal
-from tests.producers.openai.test_openai_endpoint import GROUP, SECRET, answering, serving
+from tests.producers.openai.endpoint_rig import GROUP, SECRET, answering, serving
 
 ASK = {"model": "policy", "max_tokens": 128, "messages": [{"role": "user", "content": "3+4=?"}]}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}

@@ -7,7 +7,7 @@ import pytest
 
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.schemas.errors import ModelError
-from tests.producers.openai.test_openai_endpoint import ASK, serving
+from tests.producers.openai.endpoint_rig import ASK, serving
 
 MESSAGE = "no vLLM server answers; look into the servers' logs"
 

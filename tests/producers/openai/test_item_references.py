@@ -9,7 +9,7 @@ import pytest
 
 from tests.producers.conftest import answers
 from tests.producers.gateway.gateway_rig import Killed, play_outside
-from tests.producers.openai.test_openai_endpoint import ASK, serving
+from tests.producers.openai.endpoint_rig import ASK, serving
 
 TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
 CALL = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'

@@ -15,8 +15,8 @@ from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.openai import service as openai_service
 from rollstream.schemas.events import RolloutFailed, RolloutStarted, WeightsPublished
 from tests.producers import worker_rig as r
-from tests.producers.openai.test_openai_endpoint import ASK, Lab
-from tests.producers.rollout.test_record_names import publish, settings_of
+from tests.producers.openai.endpoint_rig import ASK, Lab
+from tests.producers.rollout.names_rig import publish, settings_of
 
 FAILED = RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -14,7 +14,7 @@ from rollstream.producers.openai.requests import Refusal
 from rollstream.producers.openai.routes import MAX_BODY_BYTES
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.services import EndpointSettings
-from tests.producers.openai.test_openai_endpoint import ASK, GROUP, SECRET, serving
+from tests.producers.openai.endpoint_rig import ASK, GROUP, SECRET, serving
 
 
 def settings_of(folder, **settings):

@@ -10,7 +10,7 @@ from rollstream.producers.openai import routes
 from rollstream.schemas.errors import ModelError
 from tests.producers.conftest import answers
 from tests.producers.gateway.gateway_rig import play_outside
-from tests.producers.openai.test_openai_endpoint import ASK
+from tests.producers.openai.endpoint_rig import ASK
 
 BODIES: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": ASK},

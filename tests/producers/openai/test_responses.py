@@ -13,7 +13,7 @@ from rollstream.producers.openai.requests import Refusal
 from rollstream.schemas import tokens
 from tests.producers.conftest import answers
 from tests.producers.gateway.gateway_rig import Killed, play_outside
-from tests.producers.openai.test_openai_endpoint import serving
+from tests.producers.openai.endpoint_rig import serving
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}

@@ -27,7 +27,7 @@ from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.events.rollouts import VersionSpan
 from tests.producers.conftest import answers
 from tests.producers.gateway.gateway_rig import play_outside
-from tests.producers.openai.test_openai_endpoint import ASK, serving
+from tests.producers.openai.endpoint_rig import ASK, serving
 from tests.rigs.runs.llama_tokenizer import llama_tokenizer
 
 CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'

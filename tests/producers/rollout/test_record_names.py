@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import partition_of
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.services import serving
@@ -17,14 +16,14 @@ from rollstream.producers import service
 from rollstream.producers.attempt import refusal
 from rollstream.producers.engines.base import Capabilities
 from rollstream.producers.engines.scripted import ScriptedEngine
-from rollstream.schemas.engine_settings import ScriptedSettings
 from rollstream.schemas.errors import ConfigError, ModelError, NotAllowedError
-from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed, WeightsPublished
-from rollstream.schemas.kafka import KafkaSection, KafkaSettings
+from rollstream.schemas.events import GroupStarted, RolloutEnded, RolloutFailed
+from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.permissions import NOTHING, Permissions, named_by
 from rollstream.schemas.services import ProducerSettings
 from rollstream.schemas.settings import RolloutSettings
 from tests.producers import worker_rig as r
+from tests.producers.rollout.names_rig import publish, settings_of
 
 SECRET = "hunter2-b7e1"
 JUDGE: dict[str, Any] = {
@@ -53,40 +52,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("STOLEN_SECRET", SECRET)
     yield name
     sys.modules.pop(name, None)
-
-
-def settings_of(folder: Path, *allow: str, kafka: KafkaSettings | None = None) -> ProducerSettings:
-    return ProducerSettings(
-        bootstrap_servers=kafka.bootstrap_servers if kafka else "memory",
-        kafka=kafka.section if kafka else KafkaSection(),
-        artifact_uri=str(folder / "artifacts"),
-        workspace=folder,
-        name="producers-1",
-        engine=ScriptedSettings(),
-        tick_interval_s=0.02,
-        allow=allow,
-    )
-
-
-async def publish(log: MemoryLog, folder: Path, base_model: str) -> None:
-    """Version 0 of `run-1/policy`, as a learner publishes it."""
-    artifact = ArtifactStore(str(folder / "artifacts")).put_bytes(b"weights")
-    await log.send(
-        WeightsPublished(
-            run_id="run-1",
-            time_ms=1,
-            model_group="run-1/policy",
-            job_id="run-1/rl",
-            batch_id=None,
-            version=0,
-            parent=None,
-            term=1,
-            artifact=artifact,
-            weights_sha256=artifact.sha256,
-            weights_format="full",
-            base_model=base_model,
-        )
-    )
 
 
 async def served(

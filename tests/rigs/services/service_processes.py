@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import yaml
 
+from rollstream.harness.services.supervisor import ChildSpec
 from rollstream.schemas.kafka import KafkaSettings
 
 NAMES = ("producers", "processors", "learner", "metrics")
@@ -75,3 +76,7 @@ def write_config(path: Path, kafka: KafkaSettings, data: Path, model: Path) -> N
             }
         )
     )
+
+
+def spec(name: str, code: str, stdin: bytes = b"", rank: int = 0) -> ChildSpec:
+    return ChildSpec(name, [sys.executable, "-c", code], stdin, rank)

@@ -15,7 +15,7 @@ from rollstream.harness.services.supervisor import MAX_OF_TRACKER, ChildSpec, Lo
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import TrackerServiceSettings
-from tests.harness.services.test_supervisor import spec
+from tests.rigs.services.service_processes import spec
 
 BOARDS = {"kind": "tensorboard", "log_dir": "boards"}
 

@@ -15,7 +15,7 @@ from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.settings import ModelSettings
-from tests.learner.model.test_step import rows
+from tests.rigs.runs.step_rows import rows
 
 pytestmark = [
     pytest.mark.slow,

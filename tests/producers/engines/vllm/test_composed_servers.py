@@ -15,7 +15,7 @@ from rollstream.producers.engines.base import Generation
 from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.schemas.engine_settings import VllmSettings
 from tests.producers.engines.vllm.server_rig import wait_until
-from tests.producers.engines.vllm.test_real_servers import LONG, check, is_same, is_sampling, request
+from tests.producers.engines.vllm.servers_rig import LONG, check, is_same, is_sampling, request
 from tests.rigs.services.vllm_server import START_S, ComposedServer, lora_version, tiny_base
 
 ROOT = Path(__file__).resolve().parents[4]

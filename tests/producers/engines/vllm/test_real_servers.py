@@ -12,17 +12,15 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from rollstream.eventlog.broker import guard
 from rollstream.eventlog.http.http_json import HttpServer
-from rollstream.producers.engines.base import Generation, GenerationRequest
+from rollstream.producers.engines.base import Generation
 from rollstream.producers.engines.vllm import VllmEngine
 from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ModelError
-from rollstream.schemas.settings import Sampling
-from tests.producers.engines.engine_rig import GROUP
 from tests.producers.engines.vllm.server_rig import wait_until
+from tests.producers.engines.vllm.servers_rig import LONG, check, is_same, is_sampling, request
 from tests.rigs.services.vllm_server import (
     ENVIRONMENT,
     MAX_LORAS,
@@ -36,7 +34,6 @@ from tests.rigs.services.vllm_server import (
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-LONG = 300
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +59,6 @@ async def engine_of_its_own(folder: Path) -> AsyncIterator[VllmEngine]:
         await engine.close()
 
 
-def request(seed: int = 1, max_new_tokens: int = 8, **sampling: Any) -> GenerationRequest:
-    return GenerationRequest(GROUP, [5, 6, 7], Sampling(max_new_tokens=max_new_tokens, **sampling), seed)
-
-
 def server_of(engine: VllmEngine) -> psutil.Process:
     """The process of the engine's own server."""
     (url,) = engine.states()
@@ -76,31 +69,6 @@ def server_of(engine: VllmEngine) -> psutil.Process:
         if port in process.cmdline() and guard.__file__ not in process.cmdline()
     ]
     return found
-
-
-async def is_sampling(url: str) -> bool:
-    """Whether the server has begun with requests."""
-    http = HttpServer(url, timeout_s=10, key="", key_variable=None)
-    try:
-        text = (await http.sent("GET", "/metrics")).body.decode()
-    finally:
-        await http.close()
-    lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
-    return any(float(line.rpartition(" ")[2]) for line in lines)
-
-
-def check(answers: list[Generation], versions: set[int]) -> None:
-    """Spans tile the ids, and are of these versions."""
-    for answer in answers:
-        assert sum(span.length for span in answer.spans) == len(answer.token_ids) == len(answer.logprobs)
-        assert all(span.length > 0 for span in answer.spans)
-        assert {span.version for span in answer.spans} <= versions
-
-
-def is_same(one: Generation, other: Generation) -> bool:
-    return one.token_ids == other.token_ids and torch.allclose(
-        torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4
-    )
 
 
 def killing_in_reload(monkeypatch: pytest.MonkeyPatch, killed: Callable[[], None]) -> None:
