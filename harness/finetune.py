@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from rollstream.eventlog.artifact_retry import retrying
-from rollstream.eventlog.outputs import write_output
 from rollstream.harness.components.conduct import conduct as conduct_epochs
 from rollstream.harness.config import file as config_file
 from rollstream.harness.runs.conductor import Conductor, background_work
@@ -33,6 +32,7 @@ from rollstream.harness.runs.run_context import (
     held,
 )
 from rollstream.harness.runs.validation import validation_of
+from rollstream.harness.services.outputs import write_output
 from rollstream.harness.services.supervisor import Supervisor
 from rollstream.schemas.errors import BrokerLostError, RollstreamError, RunFailedError
 from rollstream.schemas.events.training import ForkPoint

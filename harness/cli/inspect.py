@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollstream.eventlog.disk_space import writing
-from rollstream.eventlog.outputs import write_output
 from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.services.outputs import write_output
 from rollstream.schemas.errors import ConfigError, QueryError
 from rollstream.schemas.topics import PREFIX
 

@@ -214,8 +214,8 @@ def check_groups(config: RunConfig, finetune: FinetuneConfig, *, is_fork: bool =
 
 def _warn_default_advantage(config: RunConfig) -> None:
     """Warn that rewards are not compared as the default of `advantage` says."""
-    key = f"trainer_adapters.{config.finetuning.trainer_adapter}.algorithm.advantage"
-    for one in config.trained().values():
+    for name, one in config.trained().items():
+        key = config.group_path(name, "algorithm.advantage")
         written, used = (getattr(it, "advantage", "") for it in (one.adapter.algorithm, algorithm_of(one)))
         if written != used:
             warn(

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rollstream.metrics.trackers.built_in import EventFile, WandbRun
 from rollstream.metrics.trackers.table import JobTracker
 from rollstream.schemas.trackers import TensorBoardSettings, WandbSettings
-from tests.metrics.trackers.follow_rig import FIRST, JOB, RUN, SECOND
+from tests.metrics.trackers.follow_rig import FIRST, JOB, SECOND
 
 EXPECTED = {
     ("training/loss", 1): 0.5, ("training/loss", 2): 0.125, ("epoch/avg_reward", 0): 0.25, ("validation/mean", 1): 1.0
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 def event_file(folder: Path) -> Case:
     def shown() -> Iterator[tuple[tuple[str, int], float]]:
-        found = EventAccumulator(str(folder / RUN / "rl"))
+        found = EventAccumulator(str(folder / JOB.run_id / "rl"))
         found.Reload()
         for tag in found.Tags()["scalars"]:
             yield from (((tag, one.step), one.value) for one in found.Scalars(tag))

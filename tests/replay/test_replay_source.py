@@ -15,6 +15,7 @@ from rollstream.replay.completeness import check_whole, compare_named
 from rollstream.replay.report import Report
 from rollstream.replay.source import read_run
 from rollstream.replay.whole import check_runs
+from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
@@ -231,21 +232,34 @@ def test_tasks_share_their_settings_and_hold_no_content_that_nothing_reads(for_c
     async def scenario() -> None:
         log = CountingLog()
         await run(log, "long")
-        for number in range(2):
-            task = {"group_id": f"long/rl/e00000/t{number:05d}", "example_id": "x", "job_id": "long/rl", "epoch": 0}
-            sampled = {"num_rollouts": 1, "minimum": 1, "seed": 1, "min_version": 0}
-            settings = RolloutSettings(environment="e")
-            event = TaskRequested(
-                run_id="long", time_ms=1, index=number, inputs={"question": "?"}, settings=settings, **task, **sampled
-            )
-            await log.send(event)
+        task = TaskRequested(
+            run_id="long",
+            time_ms=1,
+            group_id=ids.group_id("long", "rl", 0, 0),
+            job_id="long/rl",
+            epoch=0,
+            index=0,
+            example_id="x",
+            inputs={"question": "?"},
+            settings=RolloutSettings(environment="e"),
+            num_rollouts=1,
+            minimum=1,
+            seed=1,
+            min_version=0,
+        )
+        second_task = task.model_copy(
+            update={"group_id": ids.group_id("long", "rl", 0, 1), "index": 1, "settings": task.settings.model_copy()}
+        )
+        await log.send(task)
+        await log.send(second_task)
         events = await read_run(log, "long", for_checks=for_checks)
-        first, second = (one.event for one in events.by_topic["tasks"])
+        first, second = (one.event for one in sorted(events.by_topic["tasks"], key=lambda one: one.event.event_id))
         assert isinstance(first, TaskRequested)
         assert isinstance(second, TaskRequested)
         assert first.settings is second.settings
         assert second.inputs == ({} if for_checks else {"question": "?"})
-        assert events.by_topic["tasks"][1].digest == content_digest(event)
+        digests = {one.digest for one in events.by_topic["tasks"]}
+        assert digests == {content_digest(task), content_digest(second_task)}
         assert all(isinstance(one._digest, str) for found in events.by_topic.values() for one in found)
 
     asyncio.run(scenario())

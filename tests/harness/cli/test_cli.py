@@ -15,7 +15,7 @@ from rollstream.harness.config import file as config_file
 from rollstream.harness.config.file import read_yaml
 from rollstream.harness.runs import preflight
 from rollstream.harness.services.workspace import Workspace
-from rollstream.metrics.projection.database import Database, MetricsFileError, metrics_file
+from rollstream.metrics.projection.database import Database
 
 pytestmark = pytest.mark.slow
 CLI = [sys.executable, "-m", "rollstream.harness.cli.main"]
@@ -307,15 +307,6 @@ def test_a_query_that_is_soon_done_keeps_no_run_from_its_metrics(written: dict[s
         threading.Timer(0.3, child.stdin.close).start()
         preflight.check_metrics(config_file.resolve(written).config, tmp_path)
         assert child.wait() != 0
-
-
-def test_metrics_of_another_cluster_are_named_before_the_run(written: dict[str, Any], tmp_path: Path) -> None:
-    config, database = config_file.resolve(written).config, Database(metrics_file(tmp_path))
-    database.claim_cluster("one")
-    database.close()
-    preflight.check_metrics(config, tmp_path, "one")
-    with pytest.raises(MetricsFileError, match="was made from cluster one, not from two; move it away"):
-        preflight.check_metrics(config, tmp_path, "two")
 
 
 def test_an_unset_variable_is_named(tmp_path: Path, written: dict[str, Any], write: Write) -> None:

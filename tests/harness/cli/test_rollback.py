@@ -158,7 +158,8 @@ def test_a_run_or_job_that_is_over_is_refused_with_the_fork_as_remedy(lab: Lab) 
 def test_a_job_that_has_sealed_its_last_epoch_is_refused_with_the_fork_as_remedy(lab: Lab) -> None:
     seal: dict[str, Any] = {"num_groups": 1, "num_trained_groups": 1, "num_batches": 1, "next_batch_index": 4}
     seal |= {"run_id": "run-1", "time_ms": 1, "job_id": "run-1/rl", "zero_variance_groups": 0}
-    seal |= {"curriculum_percentile": 1.0, "curriculum_sha256": "0" * 64, "avg_reward": None}
+    seal |= {"curriculum_percentile": 1.0, "curriculum_sha256": "0" * 64}
+    seal |= {"avg_reward": None, "filtered_avg_reward": None}
 
     async def scenario() -> None:
         await lab.begin()

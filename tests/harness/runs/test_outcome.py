@@ -21,6 +21,7 @@ from rollstream.harness.runs.earlier_output import move_earlier_output
 from rollstream.harness.runs.outcome import MAX_REPEATED, Outcome, end
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress, evolve
+from rollstream.harness.services import outputs
 from rollstream.schemas.events import RunEnded
 
 REASON = "step 3 of trajectory run-1/rl/e00000/t00001/m0/a0/agent " + "has no token " * 12
@@ -111,7 +112,7 @@ def test_only_the_empty_epoch_that_ends_a_run_early_is_not_counted(
 def test_a_result_is_written_once_the_disk_has_room_and_the_old_one_is_whole_until_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, full, write = tmp_path / "result.json", [True], finetune.write_whole
+    path, full, write = tmp_path / "result.json", [True], outputs.write_whole
     path.write_text("{}")
 
     def once_there_is_room(*arguments: Any, **named: Any) -> None:
@@ -120,7 +121,7 @@ def test_a_result_is_written_once_the_disk_has_room_and_the_old_one_is_whole_unt
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(*arguments, **named)
 
-    monkeypatch.setattr(finetune, "write_whole", once_there_is_room)
+    monkeypatch.setattr(outputs, "write_whole", once_there_is_room)
     asyncio.run(finetune.write_result(path, Outcome("run-1", "completed", 3)))
     assert json.loads(path.read_text())["version"] == 3
     assert "waiting for free space" in caplog.text

@@ -11,9 +11,11 @@ import pytest
 
 from rollstream.eventlog.disk_space import disk_of, disks_of
 from rollstream.harness.config import file as config_file
+from rollstream.harness.runs import preflight
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.run_context import RunRequest, check_run, environment_of_services, has_free_space, held
+from rollstream.metrics.projection.database import Database, MetricsFileError, metrics_file
 from rollstream.schemas.errors import ConfigError
 
 
@@ -96,3 +98,12 @@ def test_an_invalid_run_id_is_refused_without_a_log(written: dict[str, Any], tmp
     request = RunRequest(config_file.resolve(written), tmp_path / "workspace", "refused", run_id="../x")
     with pytest.raises(ConfigError, match=r"--run_id \.\./x is not valid"):
         check_run(request)
+
+
+def test_metrics_of_another_cluster_are_named_before_the_run(written: dict[str, Any], tmp_path: Path) -> None:
+    config, database = config_file.resolve(written).config, Database(metrics_file(tmp_path))
+    database.claim_cluster("one")
+    database.close()
+    preflight.check_metrics(config, tmp_path, "one")
+    with pytest.raises(MetricsFileError, match="was made from cluster one, not from two; move it away"):
+        preflight.check_metrics(config, tmp_path, "two")

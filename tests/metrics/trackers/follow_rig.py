@@ -47,8 +47,7 @@ def send_to_the_end(tracker: KeptTracker, workspace: Path) -> int:
     raise AssertionError
 
 
-RUN = "run-000001"
-JOB = TrackedJob(RUN, f"{RUN}/rl", "rl", "running", False, "grpo", "tiny", {"seed": 1})
+JOB = TrackedJob("run-000001", "run-000001/rl", "rl", "running", False, "grpo", "tiny", {"seed": 1})
 FIRST = [Point("training", 1, 1000, {"training/loss": 0.5}), Point("epoch", 0, 2000, {"epoch/avg_reward": 0.25})]
 SECOND = [
     Point("training", 2, 3000, {"training/loss": 0.125}),

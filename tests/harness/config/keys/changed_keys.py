@@ -1,6 +1,5 @@
 """Configurations in which one key is changed, and what the change has an effect on."""
 
-import json
 import logging
 import os
 import re
@@ -17,7 +16,6 @@ from rollstream.harness.config.dataset import read_dataset
 from rollstream.harness.config.file import Loaded, validation_config
 from rollstream.harness.config.jobs import RunLocation, artifact_uri, jobs_of, rollout_settings, services_of
 from rollstream.harness.config.resolve import block_of, is_ours
-from rollstream.harness.runs import preflight
 from rollstream.harness.runs.plan import examples_of
 from rollstream.harness.runs.preflight import check_datasets, check_names, check_paths, token_of
 from rollstream.harness.runs.run_context import block_of_run, check_embedded, warn_other_workspaces
@@ -39,29 +37,9 @@ from tests.harness.config.keys.every_key import (
     with_key,
 )
 
-ROWS = [{"id": f"x{number}", "question": f"{number}+1", "answer": "3", "other": f"a{number}"} for number in range(3)]
 STEERED = {"window_versions", "explore_share", "steer"}
 FILTERED = {"seeded_subsample", "filter_single_group", "groups_by_example"}
 BLOCKS = (("trajectory_builders", "b"), ("trainer_adapters", "a"), ("trainers", "t"))
-
-
-@pytest.fixture
-def base(written: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A file in which all optional blocks are there."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TEST_KAFKA_SECRET", "not-so-secret")
-    monkeypatch.setenv("TEST_OTHER_SECRET", "another")
-    monkeypatch.setattr(preflight, "check_hub", lambda path, location: None)  # models of these files are nowhere
-    Workspace(Path(".rollstream")).create()
-    for name in ("examples.jsonl", "other.jsonl"):
-        rows = ROWS if name == "examples.jsonl" else ROWS[:2]
-        Path(name).write_text("\n".join(json.dumps(row) for row in rows))
-    written["eval"] = {"general": {"dataset": {"_type": "jsonl", "file_path": "examples.jsonl"}}}
-    written["trainer_adapters"]["a"] |= {"warm_start": {}, "endpoint": {"port": 0}}
-    written["trainer_adapters"]["a"]["model"]["lora"] = {}
-    written["finetuning"]["curriculum_learning"] = {"enabled": True}
-    Path("other.yaml").write_text(json.dumps(changed_by(workflow="arithmetic")(written)))
-    return written
 
 
 def changed_by(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -16,9 +16,8 @@ from nat.utils.data_models.schema_validator import validate_schema
 from rollstream.harness.nat.handover import complete, loaded_of, repair
 from rollstream.harness.services.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
-from tests.harness.config.keys.changed_keys import EPOCHWISE, answer, base, changed_by, effects_of, table_of
+from tests.harness.config.keys.changed_keys import EPOCHWISE, answer, changed_by, effects_of, table_of
 
-__all__ = ["base"]
 VARIANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "our three": changed_by(),
     "with a validation": changed_by(**EPOCHWISE),

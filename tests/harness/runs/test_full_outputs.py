@@ -22,8 +22,8 @@ REMEDY = "No space left on device; free some space there, or write to another di
 def test_standard_output_is_named_without_a_traceback(unbuffered: str) -> None:
     command = [sys.executable, "-m", "rollstream.harness.cli.main", "schema"]
     with Path("/dev/full").open("w") as full:
-        environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ, check=False)
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, check=False)
     assert (done.returncode, done.stderr) == (1, f"error: standard output: {REMEDY}\n")
 
 
