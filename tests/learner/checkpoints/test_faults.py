@@ -43,10 +43,10 @@ DEVICE_FAILED = AcceleratorError("CUDA error: unspecified launch failure")
 @pytest.mark.parametrize(
     ("owner", "method", "error", "shown"),
     [
-        (Grpo, "loss", AssertionError("a bug of ours"), "AssertionError (test_faults.py line"),
-        (PolicyModel, "completion_terms", RuntimeError("shape mismatch"), "RuntimeError (test_faults.py line"),
-        (torch.optim.AdamW, "step", ValueError("odd beta"), "ValueError (test_faults.py line"),
-        (Grpo, "prepare", KeyError("advantage"), "KeyError (test_faults.py line"),
+        (Grpo, "loss", AssertionError("a bug of ours"), "AssertionError (faults_rig.py line"),
+        (PolicyModel, "completion_terms", RuntimeError("shape mismatch"), "RuntimeError (faults_rig.py line"),
+        (torch.optim.AdamW, "step", ValueError("odd beta"), "ValueError (faults_rig.py line"),
+        (Grpo, "prepare", KeyError("advantage"), "KeyError (faults_rig.py line"),
     ],
     ids=["loss", "forward", "optimizer", "prepare"],
 )
@@ -175,7 +175,7 @@ def test_an_exception_that_ends_a_second_process_at_the_same_manifest_fails_the_
         assert ends >= 2
         (failed,) = await lab.events("jobs", JobFailed)
         assert failed.job_id == job.job_id
-        assert f"ended process 0 of the learner: {type(error).__name__} (test_faults.py line" in failed.error
+        assert f"ended process 0 of the learner: {type(error).__name__} (faults_rig.py line" in failed.error
         monkeypatch.undo()
         following = await lab.submit("next", base_version=max([0, *await versions(lab)]))
         await lab.plan(following)
