@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, 
 from pydantic import Field, JsonValue, model_validator
 
 from rollstream.schemas.base import Settings, added
+from rollstream.schemas.variables import REFERENCE
 
 T = TypeVar("T")
 JobKind = Literal["rl", "sft", "dpo"]
@@ -23,7 +24,7 @@ ENTRY_POINTS = "rollstream.algorithms"
 DEFAULT = "grpo"
 CONTEXT_KEY = re.compile(r"\{(\w+)\}")
 """A reference to a key of the task's inputs within a context."""
-_BRACES = re.compile(r"(?<!\$)\{([^{}]+)\}")
+_BRACES = re.compile(r"\{([^{}]+)\}")
 
 
 class Needs(Settings):
@@ -239,8 +240,9 @@ class Teacher(NamedTuple):
 
     @property
     def unfilled(self) -> tuple[str, ...]:
-        """Texts in braces that the context keeps as they are, because they are not words."""
-        return tuple(text for text in dict.fromkeys(_BRACES.findall(self.context)) if text not in self.keys)
+        """Texts in braces that the context keeps as they are, because they are neither words nor variables."""
+        texts = dict.fromkeys(_BRACES.findall(REFERENCE.sub("", self.context)))
+        return tuple(text for text in texts if text not in self.keys)
 
 
 def teacher_of(settings: AlgorithmSettings) -> Teacher | None:

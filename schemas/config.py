@@ -61,6 +61,8 @@ NAMED_SECTIONS = (
 )
 """Sections of named blocks that are kept as they are."""
 COMPONENT_SECTIONS = ("trajectory_builders", "trainer_adapters", "trainers")
+OWN_OF_GROUPS = ("model", "algorithm", "optimizer")
+"""Blocks that a model group has of its adapter unless it has its own."""
 
 
 class ForeignBlock(BaseModel):
@@ -197,7 +199,7 @@ class AdapterFields(BaseModel):
     def of_group(self, name: str) -> Self:
         """The settings of one model group: what `model_groups` does not give is the same for all."""
         own = self.model_groups.get(name, ModelGroupSection())
-        given = {key: getattr(own, key) for key in ("model", "algorithm", "optimizer")}
+        given = {key: getattr(own, key) for key in OWN_OF_GROUPS}
         return self.model_copy(update={key: value for key, value in given.items() if value is not None})
 
 

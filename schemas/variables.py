@@ -40,7 +40,8 @@ _named: set[str] = set()
 _WORD_BEGINS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 """A reference without a default."""
-_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+"""A reference with or without a default."""
 
 
 def expand(value: JsonValue, env: Mapping[str, str], path: str = "") -> JsonValue:
@@ -69,13 +70,13 @@ def variables_in(value: JsonValue) -> frozenset[str]:
 
 def references(text: str) -> Iterator["re.Match[str]"]:
     """Every `${NAME}` and `${NAME:-default}` of a text: groups are the name and the default, None without one."""
-    return _REFERENCE.finditer(text, 0, _end(text))
+    return REFERENCE.finditer(text, 0, _end(text))
 
 
 def substitute(text: str, replacement: Callable[["re.Match[str]"], str]) -> str:
     """`text` with every reference replaced."""
     end = _end(text)
-    return _REFERENCE.sub(replacement, text[:end]) + text[end:]
+    return REFERENCE.sub(replacement, text[:end]) + text[end:]
 
 
 def is_secret_name(name: str) -> bool:

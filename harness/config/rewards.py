@@ -33,6 +33,8 @@ from rollstream.schemas.settings import OTHERS, RolloutSettings
 
 ENVIRONMENT = "environment"
 """Value of `finetuning.reward_function.name` for the environment's own rewards."""
+_WITHIN_KEY = re.compile(r"(\w+)(?:\.\w+|\[[^\]]*\])*(?:![ars])?(?::[^\s:]+)?")
+"""A key of the inputs with a part of its value, or a format of it, as Python's `str.format` writes them."""
 
 
 def evaluators_of(config: RunConfig) -> dict[str, dict[str, JsonValue]]:
@@ -272,17 +274,18 @@ def _check_unfilled(path: str, teacher: Teacher, examples: Sequence[Example]) ->
     Other texts in braces are left alone: they may be JSON or LaTeX. Warns of a context that refers to no key where one
     is expected: beside such a text, or of a teacher that differs from the policy by the context alone.
     """
-    keys = dict.fromkeys(key for example in examples for key in example.inputs) if teacher.unfilled else ()
+    keys = {key for example in examples for key in example.inputs if key.strip()} if teacher.unfilled else set[str]()
     for text in teacher.unfilled:
-        near = next((key for key in (text.strip(), re.split(r"[.\[]", text)[0].strip()) if key in keys), None)
-        if near is None:
-            continue
-        if near != text.strip():
-            remedy = f"give the value within {near!r} a key of its own in the examples"
-        elif CONTEXT_KEY.fullmatch(f"{{{near}}}"):
+        near = text.strip()
+        within = _WITHIN_KEY.fullmatch(near)
+        if near in keys and CONTEXT_KEY.fullmatch(f"{{{near}}}"):
             remedy = f"write {{{near}}}"
-        else:
+        elif near in keys:
             remedy = f"rename the key {near!r} of the examples to a word, such as " + re.sub(r"\W+", "_", near)
+        elif within is not None and within[1] in keys:
+            remedy = f"give what it stands for a key of its own in the examples, or write {{{within[1]}}}"
+        else:
+            continue
         raise ConfigError(
             f"{path}: {{{text}}} would not be filled in: a key in braces is one word of letters, digits and _; {remedy}"
         )

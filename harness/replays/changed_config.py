@@ -16,7 +16,7 @@ from rollstream.harness.config.checks import check_values
 from rollstream.harness.config.file import block_at
 from rollstream.harness.config.yaml import merged, read_yaml
 from rollstream.schemas.algorithm_settings import DEFAULT, AlgorithmSettings
-from rollstream.schemas.config import COMPONENT_SECTIONS, OURS
+from rollstream.schemas.config import COMPONENT_SECTIONS, OURS, OWN_OF_GROUPS
 from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.evaluators import SECTION, kind_of
@@ -49,8 +49,6 @@ _TAGS = (
     ),
     _Tag(("workflow",), "_type", OURS),
 )
-_INHERITED = ("model", "algorithm", "optimizer")
-"""Blocks that a model group has of its adapter unless it has its own."""
 
 
 def read_changes(file: Path) -> dict[str, JsonValue]:
@@ -90,7 +88,8 @@ def _kept(
 ) -> dict[str, JsonValue]:
     """The keys of a recorded block that stay where `changes` do not give them."""
     for tag in _TAGS:
-        if tag.key in changes and _matches(path, tag.path) and _type_of(block, tag) != _type_of(changes, tag):
+        is_tagged = tag.key in changes and _matches(path, tag.path)
+        if is_tagged and _type_of(block, tag, path) != _type_of(changes, tag, path):
             return {name: value for name, value in block.items() if name in tag.shared}
     return dict(block)
 
@@ -99,8 +98,8 @@ def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
     return len(path) == len(pattern) and all(want in (ANY, key) for key, want in zip(path, pattern, strict=True))
 
 
-def _type_of(block: Mapping[str, JsonValue], tag: _Tag) -> JsonValue:
-    found = expand(block.get(tag.key, tag.default), os.environ)
+def _type_of(block: Mapping[str, JsonValue], tag: _Tag, path: Sequence[str]) -> JsonValue:
+    found = expand(block.get(tag.key, tag.default), os.environ, ".".join((*path, tag.key)))
     return kind_of(found) or found
 
 
@@ -108,9 +107,9 @@ def _with_inherited(config: Mapping[str, JsonValue], changes: Mapping[str, JsonV
     """`config` with the adapter's blocks in the model groups to which `changes` give their first own ones."""
     adapters = block_at(changes, "trainer_adapters")
     groups = [(name, group) for name in adapters for group in block_at(adapters, name, "model_groups")]
-    for (name, group), key in product(groups, _INHERITED):
-        path = ("trainer_adapters", name, "model_groups", group, key)
-        if block_at(changes, *path) and not block_at(config, *path):
+    for (name, group), key in product(groups, OWN_OF_GROUPS):
+        path = ("trainer_adapters", name, "model_groups", group)
+        if isinstance(block_at(changes, *path).get(key), dict) and block_at(config, *path).get(key) is None:
             own: JsonValue = {group: {key: block_at(config, "trainer_adapters", name, key)}}
             config = merged(config, {"trainer_adapters": {name: {"model_groups": own}}})
     return config

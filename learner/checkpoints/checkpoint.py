@@ -169,7 +169,9 @@ class CheckpointFolder:
                 logger.warning("checkpoint %s is behind a manifest that the log has otherwise; passed over", path)
                 continue
             if steps is not None and not _has_weights(found, steps.get(version)):
-                logger.warning("checkpoint %s has other weights than version %s in the log; passed over", path, version)
+                logger.warning(
+                    "checkpoint %s has weights that the log does not record for version %s; passed over", path, version
+                )
                 continue
             checkpoint = read(path) if found else None
             if checkpoint is not None:
@@ -244,7 +246,10 @@ class CheckpointWriter:
 
 def _has_weights(position: Mapping[str, Any], recorded: StepTrained | None) -> bool:
     """Whether a checkpoint has the weights of a recorded step; one without a readable position is not judged here."""
-    return not position or (recorded is not None and position["step"]["weights_sha256"] == recorded.weights_sha256)
+    step = position.get("step")
+    if not isinstance(step, dict) or "weights_sha256" not in step:
+        return True
+    return recorded is not None and step["weights_sha256"] == recorded.weights_sha256
 
 
 def read(path: Path) -> Checkpoint | None:

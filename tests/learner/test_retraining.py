@@ -59,6 +59,23 @@ def test_a_checkpoint_of_another_run_with_the_same_id_is_passed_over(
         own.path.unlink()
         folder.save(replace(other, position=own.position.model_copy(update={"step": other.position.step})))
         await assert_retrained(lab, job, steps, first=3)
-        assert "other weights than version 2 in the log" in caplog.text
+        assert "weights that the log does not record for version 2" in caplog.text
+
+    asyncio.run(scenario())
+
+
+def test_a_checkpoint_whose_header_was_changed_is_passed_over(lab: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        job = await lab.submit(num_versions=3)
+        await lab.plan(job, 3)
+        await lab.work(lab.has(JobSucceeded))
+        steps = await steps_of(lab)
+        folder = CheckpointFolder(lab.folder / "checkpoints", job.model_group)
+        own = folder.newest(job_id=job.job_id, max_version=2)
+        assert own is not None
+        assert own.path is not None
+        own.path.write_bytes(own.path.read_bytes().replace(b"weights_sha256", b"weights_sha25x"))
+        await assert_retrained(lab, job, steps, first=3)
+        assert "is damaged; going back to the one before it" in caplog.text
 
     asyncio.run(scenario())

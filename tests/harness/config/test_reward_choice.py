@@ -342,13 +342,17 @@ def test_a_context_without_its_key_is_named_by_the_model_group_that_has_it(confi
         ),
         ("{ref-answer}", "rename the key 'ref-answer' of the examples to a word, such as ref_answer$"),
         ("{ question }", "{ question } would not be filled in: .*; write {question}$"),
-        ("{info.answer}", "give the value within 'info' a key of its own in the examples$"),
+        ("{info.answer}", "give what it stands for a key of its own in the examples, or write {info}$"),
+        ("{question:.2f}", "{question:.2f} would not be filled in: .*, or write {question}$"),
+        ("{question!r}", "{question!r} would not be filled in: .*, or write {question}$"),
+        ("${correct answer}", "rename the key 'correct answer' of the examples to a word"),
+        (r"{question}: the root is x^{.5}, { }, {question: 1}, \text{question.} and ${HOME:-question.x}", None),
         (r"{question}: put it in \boxed{x + 1}, or as {'a': 1}", None),
     ],
 )
 def test_a_key_that_a_context_would_not_fill_in_is_refused(config, written, context, refused):
     written["trainer_adapters"]["a"]["algorithm"] = {"name": "opsd", "context": context}
-    inputs = {"question": "?", "correct answer": "4", "ref-answer": "4", "info": {"answer": "4"}}
+    inputs = {"": "0", "question": "?", "correct answer": "4", "ref-answer": "4", "info": {"answer": "4"}}
     found = config({})
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         check_examples(found, [Example("x", inputs)], "dataset d")

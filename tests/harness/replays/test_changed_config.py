@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from pydantic import JsonValue
 
+from rollstream.harness.config.file import block_at
 from rollstream.harness.replays.changed_config import changed
 from rollstream.schemas.errors import ConfigError
 
@@ -41,8 +43,18 @@ def test_another_algorithm_keeps_only_what_all_algorithms_share(
 
 
 def test_a_variable_that_is_not_set_is_named() -> None:
-    with pytest.raises(ConfigError, match="NOT_SET_HERE"):
+    with pytest.raises(ConfigError, match=r"^trainer_adapters\.learner\.algorithm\.name: .* NOT_SET_HERE is not set"):
         changed(of_adapter(algorithm=RECORDED), of_adapter(algorithm={"name": "${NOT_SET_HERE}"}))
+
+
+@pytest.mark.parametrize(("own", "learning_rate"), [({}, 0.1), ({"optimizer": None}, 0.1), ({"optimizer": {}}, None)])
+def test_a_model_group_that_changes_nothing_keeps_the_block_that_it_has(
+    own: dict[str, JsonValue], learning_rate: float | None
+) -> None:
+    recorded = of_adapter(optimizer={"learning_rate": 0.1}, model_groups={"solver": own})
+    result = changed(recorded, of_adapter(model_groups={"solver": {"optimizer": {}}}))
+    found = block_at(result, "trainer_adapters", "learner", "model_groups", "solver", "optimizer")
+    assert found.get("learning_rate") == learning_rate
 
 
 def test_a_model_group_changes_the_block_that_it_has_of_its_adapter() -> None:
