@@ -340,21 +340,28 @@ def test_a_changed_path_is_found() -> None:
     assert changes_path(planted) == ["sys.path.insert(0, '.')", "from .conftest import x"]
 
 
+def imported_tests(path: Path) -> list[str]:
+    """Imports of test files, by name too: what a test shares is in a conftest or a rig."""
+    return [name for _, name in imports_of(path) if any(part.startswith("test_") for part in name.split("."))]
+
+
+def test_tests_import_no_test_file() -> None:
+    assert {path: found for path in (ROOT / "tests").rglob("*.py") if (found := imported_tests(path))} == {}
+
+
+def test_a_planted_import_of_a_test_file_is_found(plant: Plant) -> None:
+    late = "    from tests.harness import test_cli, conftest\n    importlib.import_module('test_nat')\n"
+    path = plant("tests/test_planted.py", f"import tests.rigs.waits\nfrom tests.test_a import b\ndef c():\n{late}")
+    assert imported_tests(path) == ["tests.test_a.b", "tests.harness.test_cli", "test_nat"]
+
+
 KNOWN_TO_SCHEMAS = {*sys.stdlib_module_names, "pydantic", "rollstream"}
-GRAB_BAGS = {"common", "helper", "helpers", "manager", "managers", "misc", "miscellaneous", "tools", "util", "utils"}
-"""Names that say nothing of what a file or folder holds."""
 HEAVY = {"torch", "duckdb", "transformers", "faust"}
 
 
 def third_party(path: Path) -> list[str]:
     """Packages that a file imports and that reading a record must not need."""
     return sorted({name.split(".")[0] for _, name in imports_of(path)} - KNOWN_TO_SCHEMAS)
-
-
-def grab_bags(paths: Iterable[Path], root: Path = ROOT) -> list[str]:
-    """Files with a name of GRAB_BAGS, or in a folder that has one."""
-    named = (path.relative_to(root) for path in paths)
-    return [str(path) for path in named if GRAB_BAGS & {path.stem, *path.parent.parts}]
 
 
 def heavy_after(statement: str, heavy: frozenset[str] = frozenset(HEAVY)) -> list[str]:
@@ -371,15 +378,6 @@ def test_schemas_import_only_the_standard_library_and_pydantic() -> None:
 def test_a_package_that_schemas_must_not_import_is_found(plant: Plant) -> None:
     text = "import json\n\n\ndef late():\n    import orjson\n    from torch.nn import Module\n    import pydantic\n"
     assert third_party(plant("schemas/planted.py", text)) == ["orjson", "torch"]
-
-
-def test_no_grab_bag_modules() -> None:
-    assert grab_bags(sources()) == []
-
-
-def test_a_planted_grab_bag_is_found(tmp_path: Path) -> None:
-    planted = ["learner/utils.py", "learner/helpers/batch.py", "learner/utility.py"]
-    assert grab_bags([tmp_path / name for name in planted], tmp_path) == planted[:2]
 
 
 def test_help_imports_no_heavy_package() -> None:

@@ -1,4 +1,4 @@
-"""Rules about names: one home for a rule, one name for a class, no replaced word, no protocol without callers."""
+"""Rules about names: a rule has one home, a class one name, a protocol callers; no replaced word, no grab bag."""
 
 import re
 from collections import Counter
@@ -330,3 +330,22 @@ def test_an_alternative_without_a_plant_is_found() -> None:
     rule = r"""f["'][|]|(a|b)\|c|\bd(e|f)|g"""
     assert alternatives(rule) == [r"""f["'][|]""", r"(a|b)\|c", r"\bd(e|f)", "g"]
     assert unplanted([rule], ["f'|", "x b|c", "h"]) == [r"\bd(e|f)", "g"]
+
+
+GRAB_BAGS = {"common", "helper", "helpers", "manager", "managers", "misc", "miscellaneous", "tools", "util", "utils"}
+"""Names that say nothing of what a file or folder holds."""
+
+
+def grab_bags(paths: Iterable[Path], root: Path = ROOT) -> list[str]:
+    """Files with a name of GRAB_BAGS, or in a folder that has one."""
+    named = (path.relative_to(root) for path in paths)
+    return [str(path) for path in named if GRAB_BAGS & {path.stem, *path.parent.parts}]
+
+
+def test_no_grab_bag_modules() -> None:
+    assert grab_bags(sources()) == []
+
+
+def test_a_planted_grab_bag_is_found(tmp_path: Path) -> None:
+    planted = ["learner/utils.py", "learner/helpers/batch.py", "learner/utility.py"]
+    assert grab_bags([tmp_path / name for name in planted], tmp_path) == planted[:2]

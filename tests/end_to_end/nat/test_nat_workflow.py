@@ -11,73 +11,7 @@ from rollstream.learner.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 PACKAGE = Path(__file__).with_name("nat_game.py")
-FILE = """
-llms:
-  openai_llm:
-    _type: openai
-    model_name: tic_tac_toe_training_run
-    base_url: http://localhost:8000/v1
-    api_key: default
-    temperature: 0.4
-    max_tokens: 4
-    logprobs: true
-    top_logprobs: 1
-
-functions:
-  other_side: {_type: nat_game_opponent, says: "-"}
-
-workflow:
-  _type: rl_with_openpipe_art
-  player_model: openai_llm
-  opponent: other_side
-  max_parser_retries: 2
-
-eval:
-  general:
-    max_concurrency: 16
-    output_dir: .tmp/nat/rl_openpipe/eval
-    dataset:
-      _type: json
-      file_path: data/data.json
-  evaluators:
-    rl_accuracy:
-      _type: step_value_computation
-
-trajectory_builders:
-  openpipe_traj_builder:
-    _type: openpipe_art_traj_builder
-    num_generations: 1
-
-trainer_adapters:
-  openpipe_trainer_adapter:
-    _type: openpipe_art_trainer_adapter
-    backend:
-      ip: "0.0.0.0"
-      port: 7623
-      name: tic_tac_toe_training_run
-      project: tic_tac_toe_project
-      base_model: Qwen/Qwen2.5-3B-Instruct
-      api_key: default
-      init_args: {max_seq_length: 8192}
-      engine_args: {gpu_memory_utilization: 0.9, tensor_parallel_size: 1}
-    training:
-      learning_rate: 1e-5
-      beta: 0.1
-
-trainers:
-  openpipe_trainer:
-    _type: openpipe_art_trainer
-
-finetuning:
-  enabled: true
-  trainer: openpipe_trainer
-  trajectory_builder: openpipe_traj_builder
-  trainer_adapter: openpipe_trainer_adapter
-  reward_function:
-    name: rl_accuracy
-  num_epochs: 2
-  output_dir: .tmp/nat/finetuning/output
-"""
+FILE = Path(__file__).with_name("nat_workflow.yml")
 BASE_MODEL = "trainer_adapters.openpipe_trainer_adapter.backend.base_model"
 
 
@@ -119,7 +53,7 @@ def prepare(project: Any, questions: list[str]) -> None:
     (project.folder / "data").mkdir()
     rows = [{"id": f"x{number}", "question": sign, "answer": "Win!"} for number, sign in enumerate(questions)]
     (project.folder / "data" / "data.json").write_text(json.dumps(rows))
-    (project.folder / "config.yml").write_text(FILE)
+    (project.folder / "config.yml").write_text(FILE.read_text())
 
 
 def finetune(project: Any, *options: str) -> "subprocess.CompletedProcess[str]":

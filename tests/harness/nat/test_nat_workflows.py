@@ -29,7 +29,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.syspath_prepend(str(END_TO_END))
     monkeypatch.setattr(sys, "path", list(sys.path))
     importlib.import_module("nat_game")
-    written = yaml.safe_load(importlib.import_module("test_nat_workflow").FILE)
+    written = yaml.safe_load((END_TO_END / "nat_workflow.yml").read_text())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "data.json").write_text(json.dumps([{"id": "x", "question": "X", "answer": "Win!"}]))

@@ -1,11 +1,9 @@
 """A query changes no file but what it spills, in whatever state the write-ahead log is; and how its process may end."""
 
 import asyncio
-import hashlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,91 +19,25 @@ from rollstream.eventlog.log import TopicPartition
 from rollstream.metrics.projection.database import Database
 from rollstream.metrics.sql.client import query
 from rollstream.metrics.sql.lanes import QueryLanes
-from rollstream.metrics.sql.query import MEMORY_BYTES, Limits, QueryProcess, start
-from rollstream.metrics.sql.result import Result, result_of
+from rollstream.metrics.sql.query import Limits, QueryProcess
+from rollstream.metrics.sql.result import result_of
 from rollstream.schemas.errors import QueryError
+from tests.metrics.sql.query_rig import (
+    CHECKPOINTS,
+    WAIT_S,
+    ask,
+    assert_outlives_a_kill,
+    files,
+    in_state,
+    left_by_kill,
+    started,
+    try_each,
+)
 
-WAIT_S = 120.0
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def started(database: Database, sql: str, limits: Limits) -> QueryProcess:
-    return database.fork(lambda connection: start(connection, database.path, sql, limits))
-
-
-def ask(database: Database, sql: str, *, memory_bytes: int = MEMORY_BYTES) -> Result:
-    asked = started(database, sql, Limits(10, WAIT_S, memory_bytes))
-    try:
-        assert asked.wait(WAIT_S)
-        return result_of(json.loads(asked.answer()))
-    finally:
-        asked.close()
-        database.fork_ended()
-
-
-def files(folder: Path) -> dict[str, str]:
-    """Hashes of all files of a folder."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
-
-
-def copied(workspace: Path, to: Path) -> Path:
-    """The files as a SIGKILL of their process leaves them at this moment."""
-    to.mkdir(parents=True, exist_ok=True)
-    for path in workspace.iterdir():
-        if path.is_file():
-            shutil.copy(path, to)
-    return to
-
-
-def left_by_kill(folder: Path, to: Path) -> Path:
-    """A metrics file with a write-ahead log that nobody folded into it."""
-    folder.mkdir()
-    database = Database(folder / "metrics.duckdb")
-    database.write({}, {TopicPartition("steps", 0): 5})
-    copied(folder, to)
-    database.close()
-    assert (to / "metrics.duckdb.wal").stat().st_size
-    return to / "metrics.duckdb"
-
-
-def in_state(state: str, folder: Path) -> Database:
-    """A database with a write-ahead log that is open, that was folded in, or that a killed process has left."""
-    if state == "left":
-        return Database(left_by_kill(folder / "before", folder / "now"))
-    (folder / "now").mkdir()
-    database = Database(folder / "now" / "metrics.duckdb")
-    database.write({}, {TopicPartition("steps", 0): 5})
-    if state == "folded":
-        database.close()
-        database = Database(database.path)
-    return database
-
-
-def assert_outlives_a_kill(database: Database, folder: Path) -> None:
-    """Rows written from now on survive the next kill."""
-    database.write({}, {TopicPartition("steps", 0): 7})
-    again = Database(copied(database.path.parent, folder) / database.path.name)
-    assert again.offsets() == {TopicPartition("steps", 0): 7}
-    again.close()
-
-
 STATES = ["open", "folded", "left"]
-CHECKPOINTS = [
-    "SELECT * FROM checkpoint()",
-    "SELECT * FROM checkpoint('metrics')",
-    "SELECT 1 WHERE EXISTS (SELECT * FROM checkpoint())",
-    "SELECT * FROM force_checkpoint()",
-    "SELECT * FROM destroy_external_resource('checkpoint', 'metrics')",
-    "SELECT * FROM destroy_external_resource('force_checkpoint', 'metrics')",
-]
-
-
-def try_each(database: Database, statements: list[str]) -> None:
-    before = files(database.path.parent)
-    for sql in statements:
-        with suppress(QueryError):
-            ask(database, sql)
-        assert files(database.path.parent) == before, sql
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -166,22 +98,22 @@ from rollstream.metrics.sql.landlock import write_only_below
 folder = pathlib.Path(sys.argv[1])
 while write_only_below(folder):  # the kernel takes no more than 16 such layers
     pass
-from tests.metrics.sql import test_query_process as tests
-database = tests.in_state("left", folder)
-tests.try_each(database, tests.CHECKPOINTS)
-assert tests.ask(database, "SELECT 1").rows == ((1,),)
+from tests.metrics.sql import query_rig as rig
+database = rig.in_state("left", folder)
+rig.try_each(database, rig.CHECKPOINTS)
+assert rig.ask(database, "SELECT 1").rows == ((1,),)
 try:
-    tests.ask(database, tests.SPILLING, memory_bytes=300_000_000)
-except tests.QueryError as error:
+    rig.ask(database, sys.argv[2], memory_bytes=300_000_000)
+except rig.QueryError as error:
     print(error)
-tests.assert_outlives_a_kill(database, folder / "killed")
+rig.assert_outlives_a_kill(database, folder / "killed")
 database.close()
 """
 
 
 @pytest.mark.slow
 def test_where_a_query_cannot_be_confined_it_changes_no_file_and_spills_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WITHOUT_LANDLOCK, str(tmp_path)]
+    command = [sys.executable, "-c", WITHOUT_LANDLOCK, str(tmp_path), SPILLING]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "needed more than 0.3 GB of memory and was stopped" in done.stdout
