@@ -3,7 +3,8 @@
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,15 +89,23 @@ def sources() -> Iterator[Path]:
         yield from sorted((ROOT / package).rglob("*.py"))
 
 
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+def imports_of(path: Path) -> Sequence[tuple[int, str]]:
     """Line and dotted name of every import, those inside functions too; `from a import b` counts as `a.b`."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return _imports_in(path.read_text(encoding="utf-8"))
+
+
+@cache
+def _imports_in(text: str) -> Sequence[tuple[int, str]]:
+    tree = ast.parse(text)
+    return (*_statements(tree), *(imports_by_name(tree) if "import_module" in text else ()))
+
+
+def _statements(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-    yield from imports_by_name(tree)
 
 
 def imports_by_name(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -272,13 +281,17 @@ class Declared(NamedTuple):
 
 def classes_in(paths: Iterable[Path]) -> list[tuple[str, Declared]]:
     """Every class of the files, with its name; properties count as methods."""
+    return [one for path in paths for one in _classes_of(path, path.read_text(encoding="utf-8"))]
+
+
+@cache
+def _classes_of(path: Path, text: str) -> Sequence[tuple[str, Declared]]:
     found: list[tuple[str, Declared]] = []
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                defined = (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
-                methods = frozenset(one.name for one in defined if not one.name.startswith("_"))
-                found.append((node.name, Declared(path, methods, frozenset(map(ast.unparse, node.bases)))))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            defined = (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+            methods = frozenset(one.name for one in defined if not one.name.startswith("_"))
+            found.append((node.name, Declared(path, methods, frozenset(map(ast.unparse, node.bases)))))
     return found
 
 
