@@ -36,8 +36,8 @@ def list_letters(
     run: str | None, limit: int | None, as_json: bool, bootstrap_servers: str | None, workspace: Path
 ) -> None:
     """List the dead letters, newest last."""
-    from rollstream.harness.cli.terminal import as_table
     from rollstream.harness.upkeep.dead_letters import read_letters
+    from rollstream.harness.upkeep.run_tables import as_table
 
     letters = _on_the_log(workspace, bootstrap_servers, lambda log: read_letters(log, run=run))
     letters = letters[-limit:] if limit else letters

@@ -215,7 +215,7 @@ def stopped_line(progress: "Progress") -> str:
 @WORKSPACE
 def runs(bootstrap_servers: str | None, workspace: Path) -> None:
     """List runs: state, jobs, versions, mean reward of the last epoch."""
-    from rollstream.harness.cli.terminal import runs_table
+    from rollstream.harness.upkeep.run_tables import runs_table
 
     print_runs(workspace, bootstrap_servers, runs_table)
 

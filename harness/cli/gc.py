@@ -64,7 +64,7 @@ def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, w
 
 
 def _print_unneeded(unneeded: "UnneededFiles", uri: str, *, is_removed: bool) -> None:
-    from rollstream.harness.cli.terminal import as_table
+    from rollstream.harness.upkeep.run_tables import as_table
 
     numbers, sizes = Counter[str](), Counter[str]()
     for stored, size_bytes in unneeded.weights.values():

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 @WORKSPACE
 def status(bootstrap_servers: str | None, workspace: Path) -> None:
     """Show services, lag by topic and newest version by engine."""
-    from rollstream.harness.cli.status import read_status
     from rollstream.harness.services.workspace import Workspace, broker_of
+    from rollstream.harness.upkeep.status import read_status
 
     layout = Workspace(workspace)
     with broker_of(layout, bootstrap_servers) as kafka:

@@ -57,7 +57,7 @@ def jobs() -> None:
 def list_jobs(chosen: str | None, bootstrap_servers: str | None, workspace: Path) -> None:
     """List jobs: state, versions, base version."""
     from rollstream.harness.cli.finetune import print_runs
-    from rollstream.harness.cli.terminal import jobs_table
+    from rollstream.harness.upkeep.run_tables import jobs_table
 
     print_runs(workspace, bootstrap_servers, lambda found: jobs_table(chosen_runs(found, chosen), _group(chosen)))
 

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from rollstream.eventlog import codec
 from rollstream.harness.cli.job_commands import ListByDefault, cancel_job, chosen_runs, find_job, lines_of
-from rollstream.harness.cli.terminal import jobs_table
 from rollstream.harness.runs.follower import read_runs
 from rollstream.harness.runs.plan import look_up
+from rollstream.harness.upkeep.run_tables import jobs_table
 from rollstream.replay.source import read_run
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobCancelled, RunStarted

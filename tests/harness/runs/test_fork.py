@@ -10,13 +10,13 @@ import pytest
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import tokenizer_sha256
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.terminal import runs_table
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.harness.runs.driver import lacking
 from rollstream.harness.runs.follower import read_runs
 from rollstream.harness.runs.plan import look_up, new_run, open_run
 from rollstream.harness.runs.progress import Progress, evolve
+from rollstream.harness.upkeep.run_tables import runs_table
 from rollstream.replay.fork import check_fork, check_versions, parse_fork
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import JobSubmitted, JobSucceeded, LearnerClaimed

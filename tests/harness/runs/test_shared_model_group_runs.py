@@ -9,10 +9,10 @@ import pytest
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.harness.cli.finetune import stopped_line
 from rollstream.harness.cli.rollback import parse_target, rollback_request
-from rollstream.harness.cli.terminal import runs_table
 from rollstream.harness.runs.follower import read_runs
 from rollstream.harness.runs.plan import look_up
 from rollstream.harness.runs.stored_config import check_stored
+from rollstream.harness.upkeep.run_tables import runs_table
 from rollstream.replay.archive.export import export_run
 from rollstream.schemas.errors import ConfigError, TruncatedError
 from rollstream.schemas.events import JobProgressed, JobSucceeded, RunEnded, RunStarted, WeightsPublished

@@ -1,4 +1,4 @@
-"""Tables of runs and jobs."""
+"""Tables of runs and jobs, as commands print them."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,14 +1,14 @@
-"""The command `status`: services with their heartbeats, lag by topic, newest version by model group and engine."""
+"""The report of `status`: services with their heartbeats, lag by topic, newest version by model group and engine."""
 
 from collections.abc import Mapping
 
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.log import TopicPartition
-from rollstream.harness.cli.terminal import as_table
 from rollstream.harness.runs.follower import read_runs
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.liveness import read_signs
 from rollstream.harness.services.workspace import Workspace
+from rollstream.harness.upkeep.run_tables import as_table
 from rollstream.schemas import ids
 from rollstream.schemas.errors import QueryError
 from rollstream.schemas.kafka import KafkaSettings

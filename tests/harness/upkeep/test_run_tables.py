@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollstream.harness.cli.status import engines_table
-from rollstream.harness.cli.terminal import jobs_table, runs_table
 from rollstream.harness.runs.display import UNCLAIMED_S, Display, line_of
 from rollstream.harness.runs.outcome import Outcome, _means, _rewards
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress, evolve
+from rollstream.harness.upkeep.run_tables import jobs_table, runs_table
+from rollstream.harness.upkeep.status import engines_table
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
     BatchPlanned,
