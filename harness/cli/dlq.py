@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.cli.shared_options import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.harness.services.workspace import Workspace, on_log
 
 if TYPE_CHECKING:

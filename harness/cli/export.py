@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.cli.shared_options import BOOTSTRAP_SERVERS, RUN, WORKSPACE
 from rollstream.harness.services.live_line import LiveLine
 from rollstream.schemas.errors import TruncatedError
 
@@ -25,7 +25,7 @@ def _not_nan(_context: click.Context, _parameter: click.Parameter, value: float 
 
 
 @click.command()
-@click.argument("run")
+@RUN
 @click.option(
     "--output",
     "-o",

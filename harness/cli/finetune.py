@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, TRUST, WORKSPACE
+from rollstream.harness.cli.shared_options import BOOTSTRAP_SERVERS, OVERRIDE, RUN, TRUST, WORKSPACE
 from rollstream.harness.services.concealing import conceal_logs
 from rollstream.harness.services.live_line import clear_line, terminal_behind
 from rollstream.harness.services.log_handlers import LogFileHandler, StreamHandler
@@ -42,9 +42,7 @@ CONFIGURATION = (
         type=click.IntRange(min=1),
         help="Timeout of one request to the endpoint in seconds (300).",
     ),
-    click.option(
-        "--override", "-o", type=(str, str), multiple=True, metavar="KEY VALUE", help="Set a key by dotted path."
-    ),
+    OVERRIDE,
     click.option("--validation_dataset", type=click.Path(path_type=Path), help="Validation dataset."),
     click.option("--validation_interval", type=click.IntRange(min=1), help="Number of epochs between validations (5)."),
     click.option(
@@ -168,7 +166,7 @@ def _interruption(interrupted: "Interrupted", resumed: str | None) -> str:
 
 
 @click.command()
-@click.argument("run")
+@RUN
 @BOOTSTRAP_SERVERS
 @WORKSPACE
 def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:

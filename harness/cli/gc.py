@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.cli.shared_options import ARTIFACT_URI, BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
-@click.option(
-    "--artifact_uri",
-    envvar="ROLLSTREAM_ARTIFACT_URI",
-    help="The artifact store, if it is not the workspace's own.",
-)
+@ARTIFACT_URI
 @BOOTSTRAP_SERVERS
 @WORKSPACE
 def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, workspace: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from rollstream.harness.cli.serve import WORKSPACE
+from rollstream.harness.cli.shared_options import OVERRIDE, WORKSPACE
 
 
 @click.command()
@@ -16,7 +16,7 @@ from rollstream.harness.cli.serve import WORKSPACE
     required=True,
     help="The YAML file of the run: its model and algorithm; the environment is `recorded`.",
 )
-@click.option("--override", "-o", type=(str, str), multiple=True, metavar="KEY VALUE", help="Set a key by dotted path.")
+@OVERRIDE
 @click.option(
     "--group_by",
     type=click.Choice(["workflow_run_id", "conversation_id"]),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollstream.eventlog.disk_space import writing
-from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.cli.shared_options import BOOTSTRAP_SERVERS, RUN, WORKSPACE
 from rollstream.harness.services.outputs import write_output
 from rollstream.schemas.errors import ConfigError, QueryError
 from rollstream.schemas.topics import PREFIX
@@ -72,7 +72,7 @@ def sql(query: str, form: str, output: Path | None, limit: int, no_wait: bool, w
 
 
 @click.command()
-@click.argument("run")
+@RUN
 @click.option(
     "--output", "-o", type=click.Path(path_type=Path), help="Image file, such as x.png or x.pdf (default: RUN.png)."
 )
@@ -89,7 +89,7 @@ def plot(run: str, output: Path | None, no_wait: bool, workspace: Path) -> None:
 
 
 @click.command()
-@click.argument("run")
+@RUN
 @click.option("--to", "kind", required=True, help="tensorboard, wandb, or python:module.Name.")
 @click.option(
     "-o",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.cli.shared_options import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, TRUST, WORKSPACE
+from rollstream.harness.cli.shared_options import BOOTSTRAP_SERVERS, RUN, TRUST, WORKSPACE
 from rollstream.harness.services.optional_dependencies import skip_unused_libraries
 from rollstream.harness.services.workspace import Workspace
 from rollstream.schemas.errors import ConfigError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run")
+@RUN
 @click.option("--task", required=True, metavar="EPOCH/INDEX", help="The match's task, also by the id of its group.")
 @click.option("--member", type=click.IntRange(min=0), default=0, show_default=True, help="Which rollout of the task.")
 @click.option(

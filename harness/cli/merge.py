@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rollstream.harness.cli.rollback import parse_target
-from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.cli.shared_options import ARTIFACT_URI, BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.harness.config.checks import is_hub_name
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 from rollstream.schemas.variables import variables_in
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     help="A folder that does not exist yet.",
 )
 @click.option("--base_model", help="Where the base model is, if not where the run had it: a folder or a hub name.")
-@click.option(
-    "--artifact_uri", envvar="ROLLSTREAM_ARTIFACT_URI", help="The artifact store, if not the workspace's own."
-)
+@ARTIFACT_URI
 @BOOTSTRAP_SERVERS
 @WORKSPACE
 def merge(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, TRUST, WORKSPACE
+from rollstream.harness.cli.shared_options import BOOTSTRAP_SERVERS, RUN, TRUST, WORKSPACE
 from rollstream.harness.services.live_line import LiveLine
 from rollstream.harness.services.liveness import PARENT, die_with_parent
 from rollstream.harness.services.optional_dependencies import skip_unused_libraries
@@ -37,7 +37,7 @@ SHOWN = 20
 
 
 @click.command()
-@click.argument("run")
+@RUN
 @click.option("--verify", is_flag=True, help="Fold every stage again and compare all digests.")
 @click.option("--train", is_flag=True, help="Train the recorded batches again and compare all weight versions.")
 @click.option(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from rollstream.harness.cli.serve import BOOTSTRAP_SERVERS, WORKSPACE
+from rollstream.harness.cli.shared_options import ARTIFACT_URI, BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 
@@ -48,9 +48,7 @@ class Target(NamedTuple):
 @click.command()
 @click.argument("target", metavar="GROUP@VERSION")
 @click.option("--reason", default="", help="Recorded with the request.")
-@click.option(
-    "--artifact_uri", envvar="ROLLSTREAM_ARTIFACT_URI", help="The artifact store, if not the workspace's own."
-)
+@ARTIFACT_URI
 @BOOTSTRAP_SERVERS
 @WORKSPACE
 def rollback(

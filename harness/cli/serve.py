@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rollstream.harness.cli.shared_options import WORKSPACE
 from rollstream.harness.services.concealing import conceal_logs
 from rollstream.harness.services.live_line import LiveLine
 from rollstream.harness.services.log_handlers import StreamHandler
@@ -23,31 +24,6 @@ if TYPE_CHECKING:
     from rollstream.schemas.services import ServiceSettings
 
 SERVICES = ("broker", "producers", "processors", "learner", "metrics", "tracker", "gateway", "endpoint")
-WORKSPACE = click.option(
-    "--workspace",
-    "-w",
-    type=click.Path(path_type=Path),
-    envvar="ROLLSTREAM_WORKSPACE",
-    default=Path(".rollstream"),
-    show_default=True,
-    show_envvar=True,
-    help="The workspace: a folder with broker, logs, metrics and checkpoints.",
-)
-
-
-BOOTSTRAP_SERVERS = click.option(
-    "--bootstrap_servers",
-    envvar="ROLLSTREAM_BOOTSTRAP_SERVERS",
-    show_envvar=True,
-    help="Bootstrap servers of a Kafka cluster, instead of the workspace's own broker.",
-)
-
-
-TRUST = click.option(
-    "--trust",
-    is_flag=True,
-    help="Trust the run's stored configuration: import the code and expand the ${VARIABLES} that only it names.",
-)
 
 
 @click.command()
