@@ -127,7 +127,7 @@ def _export_archive(
 ) -> None:
     from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.eventlog.log import EventLog
-    from rollstream.harness.replays.kept import check_ends
+    from rollstream.harness.services.lost_records import check_ends
     from rollstream.harness.services.workspace import Workspace, on_log
     from rollstream.replay.archive.export import check_new, export_run
     from rollstream.replay.archive.manifest import ExportManifest
@@ -186,7 +186,7 @@ def rebuild(
     From an export, only the rows of its run are rebuilt.
     """
     from rollstream.eventlog.kafka.log import KafkaLog
-    from rollstream.harness.replays.kept import check_ends
+    from rollstream.harness.services.lost_records import check_ends
     from rollstream.harness.services.workspace import Workspace, broker_of
     from rollstream.metrics.rebuild import held
     from rollstream.metrics.rebuild import rebuild as make_again

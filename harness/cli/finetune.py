@@ -226,8 +226,8 @@ def print_runs(workspace: Path, bootstrap_servers: str | None, report: "Callable
 
     What the log has lost is said after it. Raises TruncatedError if it was longer before.
     """
-    from rollstream.harness.replays.kept import check_ends, removed
     from rollstream.harness.runs.follower import read_runs
+    from rollstream.harness.services.lost_records import check_ends, removed
     from rollstream.harness.services.workspace import Workspace, on_log
 
     async def show(log: "EventLog") -> None:

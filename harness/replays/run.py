@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.topic_ids import check_topics
 from rollstream.eventlog.log import EventLog
-from rollstream.harness.replays.kept import check_ends
 from rollstream.harness.runs.outcome import let_metrics_catch_up
 from rollstream.harness.runs.stored_config import TRUST
+from rollstream.harness.services.lost_records import check_ends
 from rollstream.harness.services.workspace import Workspace
 from rollstream.replay.assembly import prepare_processes
 from rollstream.replay.completeness import compare_named

@@ -21,7 +21,7 @@ from rollstream.schemas.errors import LogError, TruncatedError
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.services import ServiceSettings
 from rollstream.schemas.topics import TOPICS
-from tests.harness.services.connections import counted
+from tests.rigs.services.connections import counted
 
 
 def test_a_full_disk_does_not_end_a_service_that_looks_at_topics(tmp_path: Path) -> None:

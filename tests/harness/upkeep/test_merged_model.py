@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.merge import check_base, published_version
-from rollstream.harness.cli.rollback import parse_target
 from rollstream.harness.config.checks import check_model
+from rollstream.harness.upkeep.merged_model import check_base, published_version
+from rollstream.harness.upkeep.named_version import parse_target
 from rollstream.schemas.errors import ConfigError
 
 

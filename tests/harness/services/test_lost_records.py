@@ -13,7 +13,7 @@ import pytest
 from rollstream.eventlog.kafka.topic_ids import check_topics
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.replays.kept import check_ends, removed
+from rollstream.harness.services.lost_records import check_ends, removed
 from rollstream.metrics.projection.database import Database, metrics_file
 from rollstream.metrics.projection.projector import Projector
 from rollstream.replay.whole import check_runs

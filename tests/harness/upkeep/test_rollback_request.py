@@ -10,7 +10,8 @@ import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.rollback import Target, parse_target, rollback_request
+from rollstream.harness.upkeep.named_version import Target, parse_target
+from rollstream.harness.upkeep.rollback_request import rollback_request
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.events import (
     BatchPlanned,
