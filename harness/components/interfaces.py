@@ -70,10 +70,8 @@ class TrajectoryBuilder(ABC):
         """
         score = score_of(output_item)
         if score is None:
-            error = getattr(output_item, "error", None)
-            raise EnvironmentRunError(
-                f"example {output_item.id} has no score ({error or repr(output_item.score)}); have it scored"
-            )
+            reason = error_of(output_item) or repr(output_item.score)
+            raise EnvironmentRunError(f"example {output_item.id} has no score ({reason}); have it scored")
         return score
 
     @abstractmethod
@@ -278,9 +276,7 @@ def validation_metrics(output: Any, reward: str | None) -> dict[str, Any]:
     items: Sequence[Any] = chosen[0].eval_output_items if chosen else ()
     missing = [item for item in items if score_of(item) is None]
     if missing:
-        reasons = "; ".join(
-            f"{item.id}: {getattr(item, 'error', None) or 'no score'}" for item in missing[:REASONS_TOLD]
-        )
+        reasons = "; ".join(f"{item.id}: {error_of(item) or 'no score'}" for item in missing[:REASONS_TOLD])
         raise EnvironmentRunError(
             f"{len(missing)} of {len(items)} examples have no score ({reasons}); have them scored"
         )
@@ -298,10 +294,24 @@ def validation_metrics(output: Any, reward: str | None) -> dict[str, Any]:
 def score_of(item: Any) -> float | None:
     """An evaluated item's score as a number; None if it is missing, not a number, or accompanied by an error."""
     score = item.score
-    if getattr(item, "error", None) or isinstance(score, bool) or not isinstance(score, Real):  # numpy's, too
+    if error_of(item) is not None or isinstance(score, bool) or not isinstance(score, Real):  # numpy's, too
         return None
     try:
         found = float(score)
     except (OverflowError, ValueError):
         return None
     return found if math.isfinite(found) else None
+
+
+def error_of(item: Any) -> str | None:
+    """The error of an evaluator that failed on an item: the item's `error`, or the exception that NAT's `BaseEvaluator`
+    and `AtifBaseEvaluator` record as the reasoning of a score of 0.0.
+    """
+    reasoning = getattr(item, "reasoning", None)
+    match getattr(item, "error", None), reasoning:
+        case None | "", {"error": str(text), **others} if not others and text.startswith("Evaluator error: "):
+            return text
+        case None | "", _:
+            return None
+        case error, _:
+            return str(error)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import SecretStr
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from rollstream.harness.components.interfaces import score_of
+from rollstream.harness.components.interfaces import error_of, score_of
 from rollstream.harness.config.dataset import Example
 from rollstream.producers.user_tasks import create_task
 from rollstream.schemas.errors import describe, retrieve_exception
@@ -188,7 +188,7 @@ def _scored(name: str, item: Any) -> Played:
     score = score_of(item)
     if score is not None:
         return Played(score=score)
-    reason = getattr(item, "error", None) or f"{item.score!r} is not a finite number; have it return one"
+    reason = error_of(item) or f"{item.score!r} is not a finite number; have it return one"
     return Played(missing_score=conceal(f"evaluator {name} gave no score: {reason}"))
 
 

@@ -19,6 +19,8 @@ from nat.cli.type_registry import GlobalTypeRegistry
 from nat.data_models.evaluator import EvaluatorBaseConfig
 from nat.data_models.function import FunctionBaseConfig
 from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
+from nat.plugins.eval.evaluator.atif_base_evaluator import AtifBaseEvaluator
+from nat.plugins.eval.evaluator.base_evaluator import BaseEvaluator
 
 from rollstream.harness.config.dataset import Example
 from rollstream.harness.config.nat_workflows import config_of, function_types
@@ -52,6 +54,28 @@ class LengthConfig(EvaluatorBaseConfig, name="playing_test_length"):
 
 class AtifConfig(EvaluatorBaseConfig, name="playing_test_atif"):
     """The other way in which NAT's evaluators may be written."""
+
+
+class DerivedConfig(EvaluatorBaseConfig, name="playing_test_derived"):
+    """An evaluator that is derived from NAT's base class, as most are; it raises for a word that is no number."""
+
+    takes_trajectories: bool = False
+
+
+class OfItems(BaseEvaluator):
+    async def evaluate_item(self, item: Any) -> EvalOutputItem:
+        return _number(item.id, item.output_obj)
+
+
+class OfTrajectories(AtifBaseEvaluator):
+    async def evaluate_atif_item(self, sample: Any) -> EvalOutputItem:
+        return _number(sample.item_id, sample.output_obj)
+
+
+def _number(item_id: str, output: str) -> EvalOutputItem:
+    if output == "none":
+        return EvalOutputItem(id=item_id, score=0.0, reasoning={"error": "the answer has no number"})
+    return EvalOutputItem(id=item_id, score=float(output), reasoning={"output": output})
 
 
 @asynccontextmanager
@@ -118,6 +142,14 @@ def register() -> None:
                 return EvalOutput(average_score=0.5, eval_output_items=items)
 
         yield ByTrajectory()
+
+    @register_evaluator(config_type=DerivedConfig)
+    async def derived(config: DerivedConfig, builder: Any) -> AsyncIterator[Any]:
+        function: Any = None if config.takes_trajectories else OfItems().evaluate
+        info = EvaluatorInfo(config=config, evaluate_fn=function, description="derived")
+        if config.takes_trajectories:
+            info.evaluate_atif_fn = OfTrajectories().evaluate_atif_fn
+        yield info
 
 
 def _known() -> Any:
@@ -194,6 +226,16 @@ def test_an_evaluator_that_raises_scores_no_example_and_is_named() -> None:
         assert re.fullmatch(
             r"evaluator it raised KeyError \(.* in evaluate\): 'no such column'", str(one.missing_score)
         )
+
+
+@pytest.mark.parametrize("takes_trajectories", [False, True])
+def test_an_exception_that_nats_base_class_turns_into_a_score_of_0_is_a_missing_score(takes_trajectories: bool) -> None:
+    evaluator = {"_type": "playing_test_derived", "takes_trajectories": takes_trajectories}
+    found = played(["3", "three", "0", "none"], evaluator)
+    assert [one.score for one in found] == [3.0, None, 0.0, 0.0]
+    assert found[1].missing_score == (
+        "evaluator it gave no score: Evaluator error: could not convert string to float: 'three'"
+    )
 
 
 def test_our_evaluators_score_as_many_examples_at_a_time_as_the_time_limit_assumes() -> None:
