@@ -37,7 +37,8 @@ class RemoteWorkflow(Environment):
     """Posts an example's `question` to `endpoint`; its LLM calls are the rollout's, its answer ends it.
 
     `target_functions` and `target_model` choose the calls that are trained on; a call around which the stream shows no
-    function counts as one of `<workflow>`. `result_json_path` says where in the answer the result stands.
+    function counts as one of `<workflow>`. `result_json_path` is the path of the result in the answer;
+    null there is the result null, and nothing there fails the attempt.
     """
 
     URLS: ClassVar[tuple[str, ...]] = ("endpoint",)
@@ -63,6 +64,7 @@ class RemoteWorkflow(Environment):
         self._question_key = question_key
         self._selection = Selection(frozenset(target_functions), target_model, ttc_step_name)
         self._path = _path(result_json_path)
+        self._path_text = result_json_path
         self._retokenise = retokenise
         self._assumed_version = assumed_version
 
@@ -100,7 +102,7 @@ class RemoteWorkflow(Environment):
                     for line in lines.feed(chunk):
                         await recorder.take(stream.read(line))
                 await recorder.take(stream.read(lines.rest))
-                result = _at(stream.answer, self._path)
+                result = _at(stream.answer, self._path, self._path_text)
             except EnvironmentRunError as error:
                 raise EnvironmentRunError(f"endpoint {self._endpoint}: {error}") from error
         await recorder.end(question, result)
@@ -175,7 +177,7 @@ def _path(text: str) -> tuple[str | int, ...]:
     return tuple(int(step[2]) if step[2] else step[1] or step[3] for step in steps)
 
 
-def _at(answer: str, path: tuple[str | int, ...]) -> Any:
+def _at(answer: str, path: tuple[str | int, ...], path_text: str) -> Any:
     if not path:
         return answer
     try:
@@ -184,6 +186,7 @@ def _at(answer: str, path: tuple[str | int, ...]) -> Any:
             found = found[key]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise EnvironmentRunError(
-            f"its answer has nothing at result_json_path {path}, correct that path: {one_line(answer, 100)!r}"
+            f"its answer has nothing at result_json_path {path_text}; correct that path, or have the workflow return "
+            f"JSON with it; it answered {one_line(answer, 100)!r}"
         ) from error
     return found

@@ -52,12 +52,14 @@ _FENCED = re.compile(r"\A```[^\n]*\n(.*?)\n?```\Z", re.DOTALL)
 def final_answer(location: str, rollout: FinishedRollout, agent: str | None = None) -> str:
     """The text that a rollout came to: what its workflow returned, else what the agent's client got last.
 
-    `agent`: whose answer; None: that of the agent that answered last. Raises NoScoreError if there is none.
+    `agent`: whose answer; None: that of the agent that answered last. Raises NoScoreError if there is none, or if the
+    workflow returned null.
     """
     for step in reversed(rollout.steps):
-        output = (step.data or {}).get("output")
-        if agent is None and step.event_type == WORKFLOW_END and output is not None:
-            return _text(output)
+        data = step.data or {}
+        output = data.get("output")
+        if agent is None and step.event_type == WORKFLOW_END and "output" in data:
+            return _result(location, output)
         if is_call(step) and agent in (None, step.agent):
             messages = rollout.messages.get(step.agent, ())
             content = messages[-1].get("content") if messages and messages[-1].get("role") == "assistant" else None
@@ -71,6 +73,16 @@ def final_answer(location: str, rollout: FinishedRollout, agent: str | None = No
         f"{location}: the rollout has no answer by {whose} to score (it ended as {rollout.stop_reason!r}); "
         "have it answer before it ends"
     )
+
+
+def _result(location: str, output: Any) -> str:
+    """The text of a workflow's result. Raises NoScoreError for null, which the agent's last text does not replace."""
+    if output is None:
+        raise NoScoreError(
+            f"{location}: the workflow's result is null; have the workflow return a value, or correct "
+            "result_json_path if it has one"
+        )
+    return _text(output)
 
 
 def _text(output: Any) -> str:

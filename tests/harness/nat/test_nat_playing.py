@@ -57,7 +57,7 @@ class AtifConfig(EvaluatorBaseConfig, name="playing_test_atif"):
 
 
 class DerivedConfig(EvaluatorBaseConfig, name="playing_test_derived"):
-    """An evaluator that is derived from NAT's base class, as most are; it raises for a word that is no number."""
+    """An evaluator that is derived from NAT's base class, as most are; it raises for a word."""
 
     takes_trajectories: bool = False
 

@@ -74,6 +74,32 @@ def test_the_older_path_is_the_fallback_and_pieces_of_its_answer_are_joined(play
     assert played.steps[-1].data == {"input": "1+1=", "output": "2"}
 
 
+def scored_by(play, path, *, missing_score, answer):
+    with serving(streaming(lines_of(nat.langchain("a", ASKED[0], "2", parent="root"), answer))) as (url, _):
+        config = {"endpoint": url, "result_json_path": path}
+        task = task_of("remote_workflow", inputs={"question": "1+1=", "answer": "2"}, environment_config=config)
+        evaluators = {"right": {"_type": "exact_match"}}
+        fields = {"rewards": ("right",), "evaluators": evaluators, "missing_score": missing_score}
+        return play(task.model_copy(update={"settings": task.settings.model_copy(update=fields)}))
+
+
+def test_a_null_result_is_a_missing_score_and_not_the_text_that_the_model_wrote_last(play):
+    played = scored_by(play, "$.sum", missing_score="reject", answer='{"sum": null}')
+    assert played.steps[-1].data == {"input": "1+1=", "output": None}
+    assert played.rewards == []
+    assert "the workflow's result is null" in played.last.missing_scores["right"]
+    failed = scored_by(play, "$.sum", missing_score="error", answer='{"sum": null}').last
+    assert (failed.cause, "the workflow's result is null" in failed.message) == ("reward_error", True)
+
+
+@pytest.mark.parametrize("answer", ['{"total": "2"}', "2 (which is not JSON)"])
+def test_an_answer_without_a_result_at_the_path_fails_the_attempt_and_the_path_is_named(play, answer):
+    failed = scored_by(play, "$.sum[0]", missing_score="reject", answer=answer).last
+    assert failed.cause == "environment_error"
+    assert "its answer has nothing at result_json_path $.sum[0]; correct that path" in failed.message
+    assert answer in failed.message
+
+
 PIECES = [f"word{n} " for n in range(60)]
 
 

@@ -309,6 +309,15 @@ def test_the_result_of_a_workflow_counts_before_the_last_message():
     assert final_answer("e", rollout("thinking", steps), "agent") == "thinking"
 
 
+def test_a_workflow_that_returned_null_has_no_score_and_one_whose_result_is_not_recorded_has_the_last_answer():
+    steps = (step(0, "LLM_END", "thinking"), step(1, "WORKFLOW_END", None))
+    with pytest.raises(rewards.NoScoreError, match="the workflow's result is null; have the workflow return a value"):
+        final_answer("e", rollout("thinking", steps))
+    assert final_answer("e", rollout("thinking", steps), "agent") == "thinking"
+    end = steps[1].model_copy(update={"data": {"input": "q"}})
+    assert final_answer("e", rollout("thinking", (steps[0], end))) == "thinking"
+
+
 def test_an_answer_of_text_parts_is_their_text():
     parts = [{"type": "text", "text": "Par"}, {"type": "text", "text": "is"}]
     assert final_answer("e", rollout(parts)) == "Paris"
