@@ -1,7 +1,7 @@
 """Base class of all events: a literal kind, a schema version, event time, and ids derived from what happened."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import eq
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rollstream.schemas import ids
+from rollstream.schemas.errors import ConfigError
 
 
 def added(default: Any, **constraints: Any) -> Any:
@@ -28,6 +29,31 @@ class Settings(BaseModel):
     """Base of all settings: frozen, unknown keys forbidden, and no infinite number, which an event cannot carry."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def check_no_truth_values(given: Any, read: Any, path: str = "") -> None:
+    """Raises ConfigError for true or false where a number is expected: pydantic reads them as 1 and 0.
+
+    Recorded settings may have them. `given`: the values as written; `read`: the settings that were made of them.
+    """
+    if isinstance(given, bool) and isinstance(read, int | float) and not isinstance(read, bool):
+        raise ConfigError(f"{path}: is {str(given).lower()}; give a number")
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(given, Mapping):
+        items = given.items()
+    elif isinstance(given, list | tuple) and isinstance(read, list | tuple) and len(given) == len(read):
+        items = enumerate(given)
+    for key, value in items:
+        check_no_truth_values(value, _read_at(read, key), f"{path}.{key}" if path else str(key))
+
+
+def _read_at(read: Any, key: Any) -> Any:
+    """The value of a key or an index; None if there is none under this name."""
+    if isinstance(read, BaseModel):
+        return getattr(read, key, None) if key in type(read).model_fields else None
+    if isinstance(read, Mapping):
+        return read.get(key)
+    return read[key] if isinstance(read, list | tuple) else None
 
 
 def _at_home(path: Path) -> Path:

@@ -127,6 +127,7 @@ def _tracker_settings(kind: str, options: tuple[tuple[str, str], ...]) -> "Track
     from pydantic import ValidationError
 
     from rollstream.harness.config.yaml import apply_overrides
+    from rollstream.schemas.base import check_no_truth_values
     from rollstream.schemas.errors import first_invalid
     from rollstream.schemas.trackers import UNKNOWN, settings_class
 
@@ -136,10 +137,14 @@ def _tracker_settings(kind: str, options: tuple[tuple[str, str], ...]) -> "Track
     written: dict[str, Any] = {"kind": kind}
     apply_overrides(written, options)
     try:
-        return found.model_validate(written)
+        settings = found.model_validate(written)
+        check_no_truth_values(written, settings)
+    except ConfigError as error:
+        raise ConfigError(f"track -o {error}") from error
     except ValidationError as error:
         key, message = first_invalid(error, model=found)
         raise ConfigError(f"track -o {key}: {message[:1].lower()}{message[1:]}") from error
+    return settings
 
 
 @click.command()

@@ -3,7 +3,7 @@
 A value with `${ENV}` is shown as written, never expanded.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from rollstream.producers.rollout.user_code import failed_imports_hint
 from rollstream.schemas.algorithms import BUILT_IN
 from rollstream.schemas.config import COMPONENT_SECTIONS
-from rollstream.schemas.errors import ConfigError, keys_at, unknown_key
+from rollstream.schemas.errors import keys_at, unknown_key
 
 _TAG_AT = dict.fromkeys(COMPONENT_SECTIONS, 2) | {"workflow": 1}
 """Index, by section, at which pydantic inserts the tag of a union of blocks into the path."""
@@ -35,28 +35,6 @@ def explain(error: ValidationError, model: type[BaseModel], written: Mapping[str
     errors = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     first = _explain_one(errors[0], model, written)
     return first if len(errors) == 1 else f"{first} (and {len(errors) - 1} more)"
-
-
-def check_no_truth_values(given: Any, read: Any, path: str = "") -> None:
-    """Raises ConfigError for true or false where a number is expected: pydantic reads them as 1 and 0."""
-    if isinstance(given, bool) and isinstance(read, int | float) and not isinstance(read, bool):
-        raise ConfigError(f"{path}: is {str(given).lower()}; give a number")
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(given, Mapping):
-        items = given.items()
-    elif isinstance(given, list | tuple) and isinstance(read, list | tuple) and len(given) == len(read):
-        items = enumerate(given)
-    for key, value in items:
-        check_no_truth_values(value, _read_at(read, key), f"{path}.{key}" if path else str(key))
-
-
-def _read_at(read: Any, key: Any) -> Any:
-    """The value of a key or an index; None if there is none under this name."""
-    if isinstance(read, BaseModel):
-        return getattr(read, key, None) if key in type(read).model_fields else None
-    if isinstance(read, Mapping):
-        return read.get(key)
-    return read[key] if isinstance(read, list | tuple) else None
 
 
 def _explain_one(error: ErrorDetails, model: type[BaseModel], written: Mapping[str, Any]) -> str:

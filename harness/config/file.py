@@ -10,9 +10,10 @@ from pydantic import JsonValue, ValidationError, create_model
 
 from rollstream.harness.config.blocks import import_modules, model_of
 from rollstream.harness.config.checks import check_values
-from rollstream.harness.config.errors import check_no_truth_values, explain
+from rollstream.harness.config.errors import explain
 from rollstream.harness.config.resolve import run_config_of, warn_unused
 from rollstream.harness.config.yaml import apply_overrides, read_yaml, with_run_options
+from rollstream.schemas.base import check_no_truth_values
 from rollstream.schemas.config import OURS, AdapterSection, ConfigFile, RunConfig, RunConfigurationSection
 from rollstream.schemas.engine_settings import ENGINES
 from rollstream.schemas.errors import ConfigError

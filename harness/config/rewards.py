@@ -184,13 +184,17 @@ def check_evaluators(config: RunConfig, env: Mapping[str, str] = os.environ) -> 
             read(name, block, permissions_of(config, env), compiles_patterns=True)
 
 
-def check_references(config: RunConfig) -> None:
-    """Raises ConfigError for a new run with a JSON schema that refers to what it does not contain.
+def check_new_evaluators(config: RunConfig) -> None:
+    """Raises ConfigError for a new run with an evaluator that has true or false in place of a number, or a JSON schema
+    that refers to what it does not contain.
 
     External services read the file of a schema themselves.
     """
     from rollstream.producers.evaluators import table
 
+    for name, block in config.evaluators.items():
+        if _is_ours(block):
+            table.check_numbers(name, block, permissions_of(config))
     for name, block in evaluators_of(config).items() if config.builder.services == "managed" else ():
         table.check_references(name, block, permissions_of(config))
 

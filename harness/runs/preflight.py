@@ -22,7 +22,7 @@ from rollstream.harness.config.rewards import (
     check_agents,
     check_evaluators,
     check_examples,
-    check_references,
+    check_new_evaluators,
     check_reward,
     check_reward_names,
     path_of,
@@ -147,6 +147,7 @@ def _check_validation(config: RunConfig, validation: RunConfig, path: Path, *, i
         if is_new:
             check_command(load(path))
             check_reward_names(validation)
+            check_new_evaluators(validation)
             (check_rewards if is_known_here else check_evaluators)(validation)
             check_agents(validation)
         elif is_known_here:
@@ -235,7 +236,7 @@ def check_names(config: RunConfig, *, is_new: bool = True) -> None:
     """
     if is_new:
         check_reward_names(config)
-        check_references(config)
+        check_new_evaluators(config)
     warn_weights(config)
     check_trackers(config)
     if config.builder.services == "external":

@@ -28,6 +28,7 @@ from rollstream.harness.services.optional_dependencies import skip_unused_librar
 from rollstream.harness.services.sole_use import sole_name
 from rollstream.harness.services.workspace import Workspace
 from rollstream.learner.parallel.launch import is_started_together, start_processes
+from rollstream.schemas.base import check_no_truth_values
 from rollstream.schemas.errors import ConfigError, first_invalid
 from rollstream.schemas.kafka import expanded, from_environment, merged, with_secrets
 from rollstream.schemas.permissions import ALLOW_VARIABLE
@@ -101,6 +102,10 @@ def settings_of(service: str, name: str | None, given: Mapping[str, Any], env: M
         key, message = first_invalid(error, model=KINDS[service])
         remedy = f" (set {FROM_ENVIRONMENT[key]})" if key in FROM_ENVIRONMENT else ""
         raise ConfigError(f"serve {service}: {key}: {message[:1].lower()}{message[1:]}{remedy}") from error
+    try:
+        check_no_truth_values(values, settings)
+    except ConfigError as error:
+        raise ConfigError(f"serve {service}: {error}") from error
     return settings
 
 

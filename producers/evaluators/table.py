@@ -14,6 +14,7 @@ from rollstream.producers.evaluators import builtin
 from rollstream.producers.evaluators.judge import Judge
 from rollstream.producers.rollout import registry
 from rollstream.producers.rollout.rewards import Recorder, RewardError, RewardFunction
+from rollstream.schemas.base import check_no_truth_values
 from rollstream.schemas.errors import ConfigError, first_invalid
 from rollstream.schemas.evaluators import (
     MODELS,
@@ -101,6 +102,11 @@ def check(name: str, block: Mapping[str, JsonValue], permissions: Permissions) -
     elif not isinstance(config, LlmJudge):
         _build(f"{SECTION}.{name}", config, permissions)
     return config
+
+
+def check_numbers(name: str, block: Mapping[str, JsonValue], permissions: Permissions) -> None:
+    """Raises ConfigError for true or false in place of a number, which a recorded block may have."""
+    check_no_truth_values(block, read(name, block, permissions), f"{SECTION}.{name}")
 
 
 def check_references(name: str, block: Mapping[str, JsonValue], permissions: Permissions) -> None:

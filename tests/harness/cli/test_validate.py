@@ -243,6 +243,12 @@ def test_options_change_the_configuration_as_in_finetune(tmp_path: Path, written
         validate(
             path, tmp_path / "w", (), {"validation_config_file": str(own), "validation_dataset": DATASET["file_path"]}
         )
+    judged = {"evaluators": {"sum": {"_type": "numeric_match", "tolerance": True}}}
+    own.write_text(json.dumps({**written, "eval": judged}))
+    with pytest.raises(ConfigError, match=r"own\.json: eval\.evaluators\.sum\.tolerance: is true; give a number"):
+        validate(
+            path, tmp_path / "w", (), {"validation_config_file": str(own), "validation_dataset": DATASET["file_path"]}
+        )
     own.unlink()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"workspace .* is not writable: .*file is not a folder; give another"):

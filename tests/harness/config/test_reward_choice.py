@@ -95,6 +95,15 @@ def test_an_invalid_evaluator_is_refused_before_the_run_even_if_unused(config, s
         check_names(config({"sum": {"_type": "numeric_match", "tolerence": 1}}, services=services))
 
 
+@pytest.mark.parametrize("services", ["managed", "external"])
+def test_a_new_run_refuses_true_for_a_number_of_an_evaluator(config, services):
+    found = config({"sum": {"_type": "numeric_match", "tolerance": True}}, services=services)
+    with pytest.raises(ConfigError, match=r"^eval\.evaluators\.sum\.tolerance: is true; give a number$"):
+        check_names(found)
+    check_names(found, is_new=False)
+    check_names(config({"form": {"_type": "regex", "pattern": "a", "ignore_case": True}}, services=services))
+
+
 def test_a_missing_python_evaluator_is_refused_before_the_run(config):
     block = {"_type": "python", "function": "no_such_module.score"}
     with pytest.raises(ConfigError, match=r"eval\.evaluators\.own\.function: .*no_such_module cannot be imported"):

@@ -104,6 +104,8 @@ def test_the_error_of_a_gateway_of_neither_kind_names_the_key_to_set(given: dict
         ),
         ("producers", {"workspace": 5}, "serve producers: workspace: is 5; give the path of a folder"),
         ("producers", {"engine": {"kind": "openai", "base_url": "FTP://X"}}, "engine.base_url: 'FTP://X' is not a URL"),
+        ("metrics", {"port": True}, "serve metrics: port: is true; give a number"),
+        ("producers", {"gateway": {"port": False}}, "serve producers: gateway.port: is false; give a number"),
         ("metrics", {"zzz": 1}, "serve metrics: zzz: unknown key; known keys: allow, artifact_uri, "),
     ],
 )
