@@ -2,15 +2,24 @@
 begins.
 """
 
+import logging
+import os
+from pathlib import Path
+
 from rollstream.producers.engines.vllm.asking import check_temperature
 from rollstream.producers.engines.vllm.child import check_settings
 from rollstream.schemas.config import RunConfig
+from rollstream.schemas.devices import MODEL_LOADING
 from rollstream.schemas.engine_settings import VllmSettings
 from rollstream.schemas.errors import ConfigError, PromptRefusedError
 from rollstream.schemas.finetuning import builder_path
+from rollstream.schemas.settings import LoraSettings
+from rollstream.schemas.variables import expand, one_line
 
 ENDS = frozenset({"lm_head", "embed_tokens", "embed_out", "wte", "all-linear"})
 """Names of target_modules that vLLM drops, or of which it is not known whether they hold such a one."""
+
+logger = logging.getLogger(__name__)
 
 
 def check(settings: VllmSettings, config: RunConfig) -> None:
@@ -85,3 +94,36 @@ def _check_adapters(config: RunConfig, settings: VllmSettings) -> None:
         if lora.rank > settings.max_lora_rank:
             limit = settings.max_lora_rank
             raise ConfigError(f"{location}.rank: {lora.rank} is above engine.max_lora_rank {limit}; raise that")
+        _check_layers(lora, str(expand(one.adapter.model.path, os.environ, location)), f"{location}.target_modules")
+
+
+def _check_layers(lora: LoraSettings, path: str, location: str) -> None:
+    """Raises ConfigError for an adapter on other than linear layers, such as experts in one tensor. A model that is not
+    on this machine, or cannot be read, is left to the services.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        named = str(folder) if (folder := Path(path).expanduser()).is_dir() else path
+        config = AutoConfig.from_pretrained(named, trust_remote_code=False, local_files_only=True)
+        with MODEL_LOADING, torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            linear = {name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+            wanted = LoraConfig(r=lora.rank, target_modules=list(lora.target_modules), task_type="CAUSAL_LM")
+            layers = get_peft_model(module, wanted).get_base_model().named_modules()
+            adapted = {name for name, layer in layers if isinstance(layer, LoraLayer)}
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        logger.info("the adapter of model %s is not known: %s", path, one_line(error))
+        return
+    odd, known = (
+        {name.removesuffix(".base_layer").rpartition(".")[2] for name in names} for names in (adapted - linear, linear)
+    )
+    if odd:
+        raise ConfigError(
+            f"{location}: {', '.join(lora.target_modules)}: of model {path} they include {', '.join(sorted(odd))}, "
+            f"and vLLM serves adapters of linear layers alone; name some of {', '.join(sorted(known - ENDS))}, or use "
+            "another engine"
+        )

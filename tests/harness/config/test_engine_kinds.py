@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import Qwen3MoeConfig
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
@@ -232,6 +233,32 @@ def test_settings_that_vllm_refuses_or_ignores_are_refused_before_the_run(
     with pytest.raises(ConfigError, match=message) as refused:
         check(copy.deepcopy(adapter), dict(builder))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match any targeted module")
+@pytest.mark.parametrize(
+    ("modules", "is_refused"),
+    [
+        (["q_proj", "o_proj"], False),
+        (["q_proj", "down_proj"], True),
+        (["q_proj", "gate_proj", "up_proj", "down_proj"], True),
+    ],
+)
+def test_adapters_on_experts_in_one_tensor_are_refused_for_vllm_before_the_run(
+    written: dict[str, Any], modules: list[str], is_refused: bool
+) -> None:
+    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    model = written["trainer_adapters"]["a"]["model"]
+    Qwen3MoeConfig(vocab_size=102, hidden_size=32, **sizes, **experts).save_pretrained(model["path"])
+    model["lora"] = {"target_modules": modules}
+    config = config_file.resolve(with_engine(written, {"kind": "vllm", "executable": sys.executable})).config
+    named = (
+        rf"^trainer_adapters\.a\.model\.lora\.target_modules: {', '.join(modules)}: of model .* include experts, and "
+    )
+    expected = pytest.raises(ConfigError, match=named + ".* name some of k_proj, o_proj, q_proj, v_proj, or use anoth")
+    with expected if is_refused else contextlib.nullcontext():
+        check_engines(config)
 
 
 @pytest.mark.parametrize(
