@@ -237,10 +237,12 @@ class ModelCache:
             else:
                 _add_beside_others(module, name, config)
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelError(
-                f"{where}: its adapter does not fit {published.base_model}: {one_line(error)}; load "
-                "the base model that it was trained on"
-            ) from error
+            base, remedy = published.base_model, "load the base model that it was trained on"
+            if "must target the same set of parameters" in str(error):  # peft, of adapters on experts in one tensor
+                remedy = (
+                    f"give all model groups of {base} the same experts in lora.target_modules, or this one a copy of it"
+                )
+            raise ModelError(f"{where}: its adapter does not fit {base}: {one_line(error)}; {remedy}") from error
         module.eval()
         return module, name
 

@@ -344,6 +344,8 @@ def test_an_adapter_on_the_embeddings_or_the_head_is_generated_with(folder, tmp_
 
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+EXPERT_MODULES = frozenset({"gate_proj", "up_proj"})
+"""The modules of experts in one tensor that `down_proj` is not in."""
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match any targeted module")
@@ -360,6 +362,12 @@ def test_an_adapter_on_experts_in_one_tensor_is_generated_with(folder, tmp_path,
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(vocab_size=102, **sizes, **EXPERTS)).save_pretrained(base)
     check_two_adapters(base, tmp_path, modules)
+    _, load = trained(base, tmp_path, GROUP, 0, *modules)
+    _, other = trained(base, tmp_path, OTHER, 1, *EXPERT_MODULES.difference(modules), "down_proj")
+    with pytest.raises(
+        ModelError, match=r"; give all model groups of .* the same experts in lora\.target_modules, or this one a copy"
+    ):
+        run(one_by_one([]), load, other)
 
 
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
