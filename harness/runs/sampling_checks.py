@@ -95,7 +95,7 @@ def _check_demonstrator(config: RunConfig, *, is_fork: bool) -> None:
 def check_models(config: RunConfig) -> None:
     """Raises ConfigError for a GPU that this machine does not have, or an adapter that fits no module of a local model.
 
-    Warns if answers may be longer than a local model's positions. Leaves out what runs elsewhere.
+    Raises it, too, for answers longer than a local model's positions. Leaves out what runs elsewhere.
     """
     if config.builder.services == "external" or config.is_external:
         return
@@ -111,7 +111,7 @@ def check_models(config: RunConfig) -> None:
         folder = Path(str(expand(model.path, os.environ, location))).expanduser()
         if name not in served and folder.is_dir():
             check_adapter(model, folder, f"{location}.lora.target_modules")
-            _warn_positions(config, folder)
+            _check_positions(config, folder)
 
 
 def _check_device(device: str, location: str) -> None:
@@ -170,19 +170,29 @@ def _modules_in_files(folder: Path) -> set[str]:
     return names
 
 
-def _warn_positions(config: RunConfig, folder: Path) -> None:
+def _check_positions(config: RunConfig, folder: Path) -> None:
+    """Raises ConfigError for answers longer than a model's positions; warns of those that leave a prompt no room.
+
+    An answer always ends where the positions do.
+    """
     wanted = config.builder.sampling.max_new_tokens
     try:
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         positions = {**written, **written.get("text_config", {})}.get("max_position_embeddings")
     except (OSError, ValueError, TypeError, AttributeError):
         return
-    if isinstance(positions, int) and wanted >= positions:
-        location = builder_path(config.finetuning, "sampling.max_new_tokens")
-        warn(
-            f"{location}: {wanted} is not below the {positions} positions of model {folder}, so only they limit an "
-            "answer, and a prompt that has as many fails its rollout"
+    location = builder_path(config.finetuning, "sampling.max_new_tokens")
+    if not isinstance(positions, int) or wanted < positions or config.environment in MADE_ELSEWHERE:
+        return
+    if wanted > positions:
+        raise ConfigError(
+            f"{location}: {wanted} is above the {positions} positions of model {folder}, which prompts and answers "
+            "share; lower it by at least the length of the prompts"
         )
+    warn(
+        f"{location}: {wanted} are all positions of model {folder}, which prompt and answer share, so each answer may "
+        "have fewer tokens; lower it by the length of the prompts"
+    )
 
 
 def reads_base_models(config: RunConfig) -> bool:

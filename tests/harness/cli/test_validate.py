@@ -209,10 +209,18 @@ def test_names_and_lengths_that_a_local_model_does_not_have_are_warned_of(
     model = written["trainer_adapters"]["a"]["model"]
     model["path"] = str(make_tiny_model(tmp_path / "tiny"))
     model["lora"] = {"target_modules": ["q_proj", "v_prj"]}
-    written["trajectory_builders"]["b"]["sampling"] = {"max_new_tokens": 4000}
+    positions = json.loads((tmp_path / "tiny" / "config.json").read_text())["max_position_embeddings"]
+    written["trajectory_builders"]["b"]["sampling"] = {"max_new_tokens": positions}
     validate(write(written), tmp_path / "w")
     assert "has no module v_prj; its linear layers are" in caplog.text
-    assert "sampling.max_new_tokens: 4000 is not below the " in caplog.text
+    assert f"sampling.max_new_tokens: {positions} are all positions of model " in caplog.text
+    caplog.clear()
+    written["trajectory_builders"]["b"]["sampling"] = {"max_new_tokens": positions + 1}
+    reported = (
+        rf"^trajectory_builders\.b\.sampling\.max_new_tokens: {positions + 1} is above the {positions} positions of"
+    )
+    with pytest.raises(ConfigError, match=reported):
+        validate(write(written), tmp_path / "w")
     caplog.clear()
     model["lora"] = {"target_modules": ["q_proj", "layers.0.mlp.up_proj"]}
     written["trajectory_builders"]["b"]["sampling"] = {"max_new_tokens": 40}
