@@ -64,11 +64,22 @@ def register(known: dict[str, Any], what: str, name: str, value: V) -> V:
     """
     before = known.get(name)
     if before is not None and path_of(before) != path_of(value):
-        raise ConfigError(
-            f"{what} {name} is registered twice: by {path_of(before)} and by {path_of(value)}; rename one of them"
-        )
+        raise registered_twice(what, name, before, value)
     known[name] = value
     return value
+
+
+def registered_twice(what: str, name: str, one: Any, other: Any) -> ConfigError:
+    """Error about a name of two classes or functions, with the packages that bring them."""
+    packages = metadata.packages_distributions()
+
+    def origin(value: Any) -> str:
+        return " of ".join([path_of(value), *packages.get(value.__module__.partition(".")[0], ())[:1]])
+
+    return ConfigError(
+        f"{what} {name!r} is registered twice: by {origin(one)} and by {origin(other)}; rename one of them, or "
+        "uninstall the package of one"
+    )
 
 
 def installed_entry(group: str, name: str, location: str, *, is_built_in: bool) -> EntryPoint | None:

@@ -17,7 +17,7 @@ from rollstream.schemas.finetuning import (
     TrainerConfig,
     TrajectoryBuilderConfig,
 )
-from rollstream.schemas.users_code import path_of
+from rollstream.schemas.users_code import path_of, registered_twice
 
 BUILT_IN = "rollstream.harness.builtin"
 Build = TypeVar("Build", bound=Callable[..., Any])
@@ -103,7 +103,4 @@ def _check(known: Registered, what: str, base: ConfigType, config_type: ConfigTy
     names = ", ".join(sorted(str(other.STATIC_TYPE) for other in known))
     for other, earlier in known.items():
         if name == other.STATIC_TYPE and earlier is not build:
-            raise ConfigError(
-                f"{what} {name!r} is registered twice: by {path_of(earlier)} and by {location}; rename one of them "
-                f"(registered: {names})"
-            )
+            raise ConfigError(f"{registered_twice(what, str(name), earlier, build)} (registered: {names})")

@@ -1,6 +1,7 @@
 """Components by the type of their configuration: what is refused, what is found, and how it is built and let go of."""
 
 import asyncio
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from rollstream.harness.config import registry
 from rollstream.harness.config.components import RollstreamTrajectoryBuilderConfig
 from rollstream.harness.config.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 from rollstream.harness.config.resolve import block_of
+from rollstream.producers.protocols import table as protocols
+from rollstream.producers.rollout import registry as environments
 from rollstream.producers.rollout import user_code as users_code
 from rollstream.producers.rollout.registry import environment
 from rollstream.schemas.errors import ComponentError, ConfigError
@@ -122,6 +125,57 @@ def test_a_package_that_cannot_be_imported_is_skipped_and_named_in_later_errors(
     ):
         environment("brokne", NOTHING)
     del users_code.failed_imports["broken"]
+
+
+REGISTERING = {
+    "environment": """
+from rollstream.harness import register_environment
+@register_environment("of_two_packages")
+async def play(session): ...
+""",
+    "reward": """
+from rollstream.harness import register_reward
+@register_reward("of_two_packages")
+def score(rollout): ...
+""",
+    "protocol": """
+from rollstream.producers.protocols.builtin import Nip
+from rollstream.producers.protocols.table import register_protocol
+@register_protocol("of_two_packages")
+class Asked(Nip): ...
+""",
+    "trainer": """
+from rollstream.harness import register_trainer
+from rollstream.schemas.finetuning import TrainerConfig
+class Config(TrainerConfig, name="of_two_packages"): ...
+@register_trainer(Config)
+async def build(config, builder): yield None
+""",
+}
+
+
+@pytest.mark.parametrize("what", REGISTERING)
+def test_a_name_of_two_packages_is_reported_with_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    for module, tables in ((environments, ("_environments", "_rewards")), (protocols, ("_protocols",))):
+        for table in tables:
+            monkeypatch.setattr(module, table, dict(getattr(module, table)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for number in (1, 2):
+        module, folder = f"{what}_package_{number}", tmp_path / f"{what}s_{number}-1.0.dist-info"
+        (tmp_path / f"{module}.py").write_text(REGISTERING[what])
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {what}s-{number}\nVersion: 1.0\n")
+        (folder / "top_level.txt").write_text(module)
+        (folder / "entry_points.txt").write_text(f"[rollstream.components]\n{module} = {module}\n")
+    registry.discover(again=True)
+    (failed,) = [name for name in users_code.failed_imports if name.startswith(what)]
+    message = users_code.failed_imports.pop(failed)
+    order = (1, 2) if failed.endswith("2") else (2, 1)
+    one, other = (rf"by {what}_package_{number}\.\w+ of {what}s-{number}" for number in order)
+    remedy = "rename one of them, or uninstall the package of one"
+    assert re.search(f"{what} 'of_two_packages' is registered twice: {one} and {other}; {remedy}", message), message
 
 
 @pytest.fixture

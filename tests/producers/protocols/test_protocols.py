@@ -339,7 +339,7 @@ def test_a_protocol_of_ones_own_is_found_by_its_path_and_by_the_name_that_it_reg
     table.register_protocol("test_interview")(Interview)
     table.register_protocol("test_interview")(Interview)
     assert order("test_interview") == [V, P, V]
-    with pytest.raises(ConfigError, match=r"test_interview is registered twice: by .*Interview and by .*Crowded"):
+    with pytest.raises(ConfigError, match=r"'test_interview' is registered twice: by .*Interview and by .*Crowded"):
         table.register_protocol("test_interview")(Crowded)
 
 

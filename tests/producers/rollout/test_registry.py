@@ -125,7 +125,7 @@ def test_an_unknown_reward_is_named():
 def test_one_name_is_one_thing():
     registry.register_reward("test_taken")(len)
     registry.register_reward("test_taken")(len)
-    with pytest.raises(ConfigError, match=r"test_taken is registered twice: by builtins.len and by builtins.sum"):
+    with pytest.raises(ConfigError, match=r"'test_taken' is registered twice: by builtins.len and by builtins.sum"):
         registry.register_reward("test_taken")(sum)
 
 
