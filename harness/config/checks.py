@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from rollstream.harness.config.secret_texts import is_secret, looks_random, secret_in
+from rollstream.harness.config.secret_texts import is_secret, looks_random, secret_in, secret_in_command
 from rollstream.metrics.trackers.table import check_tracker
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
@@ -25,7 +25,7 @@ from rollstream.schemas.config import RunConfig, TrainerSection
 from rollstream.schemas.errors import ConfigError, ModelError
 from rollstream.schemas.events.training import AttemptOutcome, GroupClosed, MemberRef
 from rollstream.schemas.finetuning import FinetuneConfig, adapter_path, builder_path, trainer_path
-from rollstream.schemas.permissions import URL, shown
+from rollstream.schemas.permissions import COMMAND, URL, shown
 from rollstream.schemas.settings import JobSpec, Sampling
 from rollstream.schemas.topics import TOPICS
 from rollstream.schemas.variables import expand, is_secret_name, one_line
@@ -81,19 +81,20 @@ def _check_scalar(value: Any, path: str) -> None:
         raise ConfigError(f"{path}: is {value}; give a finite number, a very large one for no limit")
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise ConfigError(f"{path}: is {value}; give a number of at most 64 bits")
-    name = secret_in(value, path) if isinstance(value, str) else None
-    if name is not None:
-        raise _literal(path, name)
+    is_command = isinstance(value, str) and value.startswith(COMMAND)
+    found = secret_in_command(value.removeprefix(COMMAND)) if is_command else None
+    if name := found or (secret_in(value, path) if isinstance(value, str) else None):
+        raise _literal(path, name, is_command=is_command)
     if value is not None and not isinstance(value, (str, bool, int, float)):
         raise ConfigError(f"{path}: is a {type(value).__name__}; give text, a number, true, false, a list or a mapping")
 
 
-def _literal(path: str, key: str) -> ConfigError:
+def _literal(path: str, key: str, *, is_command: bool = False) -> ConfigError:
     name = re.sub(r"\W", "_", key).upper()
-    return ConfigError(
-        f"{path}: secrets are not allowed in the file, which is stored with the run; "
-        f"write ${{{name}}} instead and set that environment variable"
-    )
+    remedy = f"write ${{{name}}} instead and set that environment variable"
+    if is_command:  # its line is recorded as it is run
+        remedy = f"let the program read {name} from a file"
+    return ConfigError(f"{path}: secrets are not allowed in the file, which is stored with the run; {remedy}")
 
 
 def _may_be_secret(value: Any, key: str) -> bool:

@@ -7,6 +7,7 @@ secrets.
 import base64
 import binascii
 import re
+import shlex
 from collections.abc import Iterator
 
 from rollstream.schemas.variables import is_secret_name, references, substitute
@@ -51,6 +52,9 @@ _WORDS_FIELD = re.compile(r"\s*([a-z][\w.-]*(?: [\w.-]+){0,2})=(.*)", re.IGNOREC
 _LOGIN_MODULE = re.compile(r"^\s*[\w.]{1,200}LoginModule\s+\w+\s+")
 _HEADER = re.compile(r"\s*([\w-]{1,60})\s*:\s*((?:bearer|basic|token|api-?key)\s+\S[\s\S]*|\S+\s*)", re.IGNORECASE)
 """A header as one text: a scheme and all that follows it, or one word."""
+_ELSEWHERE = re.compile(r"^(\$|[~.]?[./])|\.(env|json|key|pem|toml|txt|ya?ml)$")
+"""The value of an argument that says where a secret is."""
+_SPACE = re.compile(r"\s")
 _PARAMETERS = frozenset({"sig", "signature", "x-amz-signature", "accountkey", "sharedaccesskey"})
 
 
@@ -87,6 +91,27 @@ def secret_in(text: str, path: str = "") -> str | None:
     return next(
         (name for name, value in _parameters(text) if _is_secret_parameter(name) and is_secret(value, name)), None
     )
+
+
+def secret_in_command(line: str) -> str | None:
+    """The name of the option or variable of a command line whose value is a secret; None if there is none.
+
+    Values that a shell makes (`$NAME`) and paths are none.
+    """
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        words = line.split()
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if not equals and word.startswith("-") and not following.startswith("-"):
+            value = following
+        if is_secret_name(name.lstrip("-")) and not _ELSEWHERE.search(value) and is_secret(value):
+            return name.lstrip("-")
+        found = secret_in(word) or (secret_in_command(word) if _SPACE.search(word) else None)
+        if found is not None:
+            return found
+    return None
 
 
 def _is_key(text: str) -> bool:

@@ -154,6 +154,44 @@ ORDINARY: list[dict[str, Any]] = [
     {"account": "a-123456", "subscription": "s-123456", "auth": "none"},
 ]
 
+SECRETS_OF_COMMANDS = [
+    "python agent.py --api-key hunter2",
+    "python agent.py --api-key=hunter2 --fast",
+    "python agent.py --openaiApiKey 'hunter2 hunter2'",
+    "env OPENAI_API_KEY=hunter2 python agent.py",
+    "sh -c 'API_TOKEN=hunter2 exec agent'",
+    "sh -c 'agent --password hunter2'",
+    "agent -H 'Authorization: Bearer hunter2'",
+    "agent --db postgresql://u:hunter2@h/x",
+    "agent --name=it's --api-key hunter2",
+]
+ORDINARY_COMMANDS = [
+    "python agent.py --api-key-file /run/secrets/key --max-tokens 40",
+    "python agent.py --api-key /run/secrets/key --password-stdin",
+    "python agent.py --credentials creds.json --api-key",
+    "python agent.py --token --verbose",
+    "env OPENAI_API_KEY=dummy python agent.py --api-key none",
+    "sh -c 'agent --api-key $OPENAI_API_KEY'",
+    'sh -c "exec agent --api-key $(cat /run/secrets/key)"',
+    "agent --pad_token x --tokenizer m1",
+    "agent --prompt 'The password: hunter2'",
+]
+
+
+@pytest.mark.parametrize("line", SECRETS_OF_COMMANDS)
+def test_a_secret_of_a_command_is_refused_without_repeating_it(line: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^a\.environment: secrets are not allowed .*; let the program read"
+    ) as refused:
+        check_values({"a": {"environment": f"command:{line}"}})
+    assert "hunter2" not in str(refused.value)
+    assert "${" not in str(refused.value)
+
+
+@pytest.mark.parametrize("line", ORDINARY_COMMANDS)
+def test_an_ordinary_command_is_accepted(line: str) -> None:
+    check_values({"workflow": f"command:{line}"})
+
 
 def test_there_are_as_many_ordinary_values_as_secrets() -> None:
     assert len(ORDINARY) >= len(SECRETS)
