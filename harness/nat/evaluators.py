@@ -15,7 +15,9 @@ from typing import Any, ClassVar, Literal
 from nat.builder.evaluator import EvaluatorInfo
 from nat.cli.register_workflow import register_evaluator
 from nat.cli.type_registry import GlobalTypeRegistry, RegisteredEvaluatorInfo
-from nat.data_models.evaluator import EvaluatorBaseConfig
+from nat.data_models.evaluator import EvalInput, EvalInputItem, EvaluatorBaseConfig
+from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
+from nat.plugins.eval.evaluator.base_evaluator import BaseEvaluator
 from pydantic import Field, computed_field
 
 from rollstream.harness.nat.configs import Explained
@@ -92,37 +94,38 @@ def _factory(kind: str) -> Callable[..., AsyncIterator[EvaluatorInfo]]:
         settings = RolloutSettings(environment="none", evaluators={kind: block})
         chosen = reward_of(kind, settings, Permissions.of(named_by(settings), os.environ), _Unrecorded())
 
-        slots = asyncio.Semaphore(max(1, builder.get_max_concurrency()))
-
-        async def evaluate_item(item: Any) -> Any:
-            async with slots:
-                return await _item(kind, chosen.function, item)
-
-        async def evaluate_all(eval_input: Any) -> Any:
-            return _output(await asyncio.gather(*map(evaluate_item, eval_input.eval_input_items)))
-
-        # NAT declares it as a plain function but awaits it.
-        score: Any = evaluate_all
+        built = ItemEvaluator(kind, chosen.function, builder.get_max_concurrency())
+        score: Any = built.evaluate  # NAT declares it as a plain function but awaits it
         yield EvaluatorInfo(config=config, evaluate_fn=score, description=config.__doc__ or kind)
 
     return evaluator
 
 
-async def _item(name: str, function: Any, item: Any) -> Any:
-    from nat.plugins.eval.data_models.evaluator_io import EvalOutputItem
+class ItemEvaluator(BaseEvaluator):
+    """A built-in evaluator. It scores each item on its own, and returns an item without a score as it is."""
 
-    try:
-        scores = await evaluate(name, function, _finished(item))
-    except RewardError as error:
-        return EvalOutputItem(id=item.id, score=None, reasoning={}, error=str(error))
-    return EvalOutputItem(id=item.id, score=sum(scores.values()), reasoning={})
+    def __init__(self, name: str, function: Any, max_concurrency: int) -> None:
+        super().__init__(max(1, max_concurrency))
+        self._name = name
+        self._function = function
 
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        """The item's score, or the error for which it has none."""
+        try:
+            scores = await evaluate(self._name, self._function, _finished(item))
+        except RewardError as error:
+            return EvalOutputItem(id=item.id, score=None, reasoning={}, error=str(error))
+        return EvalOutputItem(id=item.id, score=sum(scores.values()), reasoning={})
 
-def _output(items: list[Any]) -> Any:
-    from nat.plugins.eval.data_models.evaluator_io import EvalOutput
+    async def evaluate(self, eval_input: EvalInput) -> EvalOutput:
+        """The scores of all items and their average, with at most `max_concurrency` evaluations at a time."""
+        items = await asyncio.gather(*map(self._in_turn, eval_input.eval_input_items))
+        scores = [item.score for item in items if item.score is not None]
+        return EvalOutput(average_score=sum(scores) / len(scores) if scores else None, eval_output_items=items)
 
-    scores = [item.score for item in items if item.score is not None]
-    return EvalOutput(average_score=sum(scores) / len(scores) if scores else None, eval_output_items=items)
+    async def _in_turn(self, item: EvalInputItem) -> EvalOutputItem:
+        async with self.semaphore:
+            return await self.evaluate_item(item)
 
 
 def _finished(item: Any) -> FinishedRollout:

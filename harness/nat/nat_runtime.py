@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -85,14 +85,15 @@ class Workflow:
         self._failures = failures
         self._num_slots = max(1, max_concurrency)
         self._slots = asyncio.Semaphore(self._num_slots)
-        self._scoring = asyncio.Lock()
+        self._evaluators: dict[str, _Evaluator] = {}
         self._limit_s = limit_s
 
     async def play(self, examples: Sequence[Example], evaluator: str) -> list[Played]:
         """Run every example once and score it with an evaluator of the configuration; results in order.
 
-        An example has the limit for its run, without the wait for a slot. The evaluator has as much for each round of
-        as many examples as there are slots, without the wait for the other calls of `play`, which it scores in turn.
+        An example has the limit for its run, and as much for its score, each without the wait for a slot. All calls of
+        `play` share the slots: `max_concurrency` of both kinds. An evaluator that takes all examples of a call at a
+        time takes a slot for each of them, or all, and has the limit for each round of as many.
         """
         items = [_item(example) for example in examples]
         played = await asyncio.gather(*map(self._run, items))
@@ -133,34 +134,91 @@ class Workflow:
 
     async def _score(self, name: str, items: list[Any]) -> dict[str, Played]:
         """Scores by item id, or why there is none."""
-        from nat.data_models.evaluator import EvalInput
+        if name not in self._evaluators:
+            self._evaluators[name] = _Evaluator(self._builder.get_evaluator(name), self._num_slots)
+        evaluator = self._evaluators[name]
+        parts = [[item] for item in items] if evaluator.takes_single_items else [items] if items else []
+        found = await asyncio.gather(*(self._scores_of(name, evaluator, part) for part in parts))
+        return {key: played for part in found for key, played in part.items()}
 
-        if not items:
-            return {}
-        num_rounds = math.ceil(len(items) / self._num_slots)
+    async def _scores_of(self, name: str, evaluator: "_Evaluator", items: list[Any]) -> dict[str, Played]:
+        """Scores of one call of an evaluator."""
         try:
-            async with self._scoring:
-                work = self._evaluate(name, EvalInput(eval_input_items=items))
-                output = await _limited(work, self._limit_s, num_rounds)
+            async with evaluator.slots_for(len(items)) as num_rounds:
+                output = await _limited(evaluator.evaluate(items), self._limit_s, num_rounds)
+            found = {str(item.id): _scored(name, item) for item in output}
         except Exception as error:  # noqa: BLE001 -- user code may raise anything
             self._failures.report(f"evaluator {name}", error)
             unscored = Played(missing_score=_failure(f"evaluator {name}", error))
             return {str(item.id): unscored for item in items}
-        found = {str(item.id): _scored(name, item) for item in output.eval_output_items}
         left_out = Played(
             missing_score=f"evaluator {name} returned no score for the example; have it return one for each"
         )
         return {key: found.get(key, left_out) for key in (str(item.id) for item in items)}
 
-    async def _evaluate(self, name: str, items: Any) -> Any:
-        evaluator = self._builder.get_evaluator(name)
-        if getattr(evaluator, "evaluate_fn", None) is not None:
-            return await evaluator.evaluate_fn(items)
-        from nat.plugins.eval.runtime.atif_adapter import EvalAtifAdapter
-        from nat.plugins.eval.runtime.eval_harness import EvaluationHarness
 
-        samples = EvalAtifAdapter().build_samples(items)
-        return (await EvaluationHarness().evaluate({name: evaluator}, samples))[name]
+class _Evaluator:
+    """An evaluator that NAT has built, with slots for its evaluations: as many as the run has, or its own
+    `max_concurrency` if that is lower.
+    """
+
+    def __init__(self, evaluator: Any, num_slots: int) -> None:
+        self._takes_trajectories = getattr(evaluator, "evaluate_fn", None) is None
+        self._of_all = evaluator.evaluate_atif_fn if self._takes_trajectories else evaluator.evaluate_fn
+        self._of_one = _function_of_item(self._of_all)
+        own = getattr(getattr(self._of_all, "__self__", None), "max_concurrency", None)
+        self._num_slots = max(1, min(num_slots, own)) if isinstance(own, int) else num_slots
+        self._slots = asyncio.Semaphore(self._num_slots)
+        self._turn = asyncio.Lock()
+
+    @property
+    def takes_single_items(self) -> bool:
+        """Whether each item is scored on its own."""
+        return self._of_one is not None
+
+    @asynccontextmanager
+    async def slots_for(self, num_items: int) -> AsyncIterator[int]:
+        """A slot for each of these items, or all, in the order of requests; yields the number of rounds needed."""
+        num_taken = 0
+        try:
+            async with self._turn:
+                while num_taken < min(num_items, self._num_slots):
+                    await self._slots.acquire()
+                    num_taken += 1
+            yield math.ceil(num_items / self._num_slots)
+        finally:
+            for _ in range(num_taken):
+                self._slots.release()
+
+    async def evaluate(self, items: list[Any]) -> list[Any]:
+        """The evaluated items; of one item if this evaluator takes single ones."""
+        from nat.data_models.evaluator import EvalInput
+        from nat.plugins.eval.runtime.atif_adapter import EvalAtifAdapter
+
+        inputs: Any = EvalInput(eval_input_items=items)
+        if self._takes_trajectories:
+            inputs = EvalAtifAdapter().build_samples(inputs)
+        if self._of_one is not None:
+            return [await self._of_one(inputs[0] if self._takes_trajectories else items[0])]
+        return (await self._of_all(inputs)).eval_output_items
+
+
+def _function_of_item(function: Any) -> Callable[[Any], Awaitable[Any]] | None:
+    """An evaluator's function of one item if its function of all items only calls that for each: NAT's base classes
+    do, and would make a score of 0.0 of an exception.
+    """
+    from nat.plugins.eval.evaluator.atif_base_evaluator import AtifBaseEvaluator
+    from nat.plugins.eval.evaluator.base_evaluator import BaseEvaluator
+
+    from rollstream.harness.nat.evaluators import ItemEvaluator
+
+    match getattr(function, "__func__", None):
+        case BaseEvaluator.evaluate | ItemEvaluator.evaluate:
+            return function.__self__.evaluate_item
+        case AtifBaseEvaluator.evaluate_atif_fn:
+            return function.__self__.evaluate_atif_item
+        case _:
+            return None
 
 
 async def _limited(work: Coroutine[Any, Any, Result], limit_s: float, num_rounds: int = 1) -> Result:

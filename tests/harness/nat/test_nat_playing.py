@@ -86,12 +86,42 @@ async def scoring() -> AsyncIterator[None]:
     NUM_SCORED_AT_ONCE["now"] -= 1
 
 
-EIGHT = asyncio.Barrier(8)
+class SingleConfig(EvaluatorBaseConfig, name="playing_test_single"):
+    """An evaluator that is derived from one of NAT's base classes, which call it for each example on its own."""
+
+    of_trajectories: bool = False
+
+
+async def length_of(output: str) -> float:
+    if output == "stuck":
+        await asyncio.Event().wait()
+    if output == "bad":
+        raise ValueError("not bad")
+    async with scoring():
+        await asyncio.sleep(0.01)
+    return float(len(output))
+
+
+async def length_unless_stuck(rollout: Any) -> float:
+    return await length_of(rollout.inputs["question"])
+
+
+class OfSingleItems(BaseEvaluator):
+    async def evaluate_item(self, item: Any) -> EvalOutputItem:
+        return EvalOutputItem(id=item.id, score=await length_of(item.output_obj), reasoning={})
+
+
+class OfSingleTrajectories(AtifBaseEvaluator):
+    async def evaluate_atif_item(self, sample: Any) -> EvalOutputItem:
+        return EvalOutputItem(id=sample.item_id, score=await length_of(sample.output_obj), reasoning={})
+
+
+EIGHT: dict[asyncio.AbstractEventLoop, asyncio.Barrier] = {}
 
 
 async def in_eights(rollout: Any) -> float:
     async with scoring():
-        await EIGHT.wait()
+        await EIGHT.setdefault(asyncio.get_running_loop(), asyncio.Barrier(8)).wait()
     return 1.0
 
 
@@ -150,6 +180,14 @@ def register() -> None:
         if config.takes_trajectories:
             info.evaluate_atif_fn = OfTrajectories().evaluate_atif_fn
         yield info
+
+    @register_evaluator(config_type=SingleConfig)
+    async def single(config: SingleConfig, builder: Any) -> AsyncIterator[Any]:
+        if config.of_trajectories:
+            yield OfSingleTrajectories(3)
+        else:
+            function: Any = OfSingleItems(3).evaluate
+            yield EvaluatorInfo(config=config, evaluate_fn=function, description="single")
 
 
 def _known() -> Any:
@@ -238,17 +276,49 @@ def test_an_exception_that_nats_base_class_turns_into_a_score_of_0_is_a_missing_
     )
 
 
-def test_our_evaluators_score_as_many_examples_at_a_time_as_the_time_limit_assumes() -> None:
+@pytest.mark.parametrize(("num_generations", "num_examples"), [(2, 16), (8, 1)])
+def test_all_generations_share_the_slots_of_our_evaluators(num_generations: int, num_examples: int) -> None:
     evaluator = {"_type": "rollstream_python", "function": f"python:{__name__}.in_eights"}
-    for found in generations(2, ["x"] * 16, evaluator, limit_s=20.0):
-        assert [(one.score, one.missing_score) for one in found] == [(1.0, None)] * 16
+    for found in generations(num_generations, ["x"] * num_examples, evaluator, limit_s=20.0):
+        assert [(one.score, one.missing_score) for one in found] == [(1.0, None)] * num_examples
     assert NUM_SCORED_AT_ONCE["most"] == 8, "eval.general.max_concurrency"
 
 
-def test_an_evaluator_scores_one_generation_after_the_other_so_that_each_has_its_time() -> None:
-    found = generations(2, ["three", "four"], {"_type": "playing_test_length", "begins_after": 4})
-    assert [[one.score for one in played] for played in found] == [[5.0, 4.0]] * 2
-    assert NUM_SCORED_AT_ONCE["most"] == 1
+@pytest.mark.parametrize(("num_examples", "num_at_once"), [(1, 8), (4, 2), (5, 1), (9, 1)])
+def test_an_evaluator_of_all_examples_at_a_time_takes_a_slot_for_each(num_examples: int, num_at_once: int) -> None:
+    evaluator = {"_type": "playing_test_length", "begins_after": 8 * num_examples}
+    for found in generations(8, ["three"] * num_examples, evaluator):
+        assert [one.score for one in found] == [5.0] * num_examples
+    assert NUM_SCORED_AT_ONCE["most"] == num_at_once
+
+
+@pytest.mark.parametrize("of_trajectories", [False, True])
+def test_an_evaluator_derived_from_nats_base_classes_scores_as_many_as_it_allows(of_trajectories: bool) -> None:
+    evaluator = {"_type": "playing_test_single", "of_trajectories": of_trajectories}
+    found = generations(2, ["three", "four", "sixsix"], evaluator)
+    assert [[one.score for one in played] for played in found] == [[5.0, 4.0, 6.0]] * 2
+    assert NUM_SCORED_AT_ONCE["most"] == 3, "its own max_concurrency"
+
+
+@pytest.mark.parametrize(
+    "evaluator",
+    [
+        {"_type": "rollstream_python", "function": f"python:{__name__}.length_unless_stuck"},
+        {"_type": "playing_test_single"},
+        {"_type": "playing_test_single", "of_trajectories": True},
+    ],
+)
+def test_only_the_example_whose_score_does_not_end_has_none(evaluator: dict[str, Any]) -> None:
+    for found in generations(2, ["three", "stuck", "four"], evaluator, limit_s=1.0):
+        assert [one.score for one in found] == [5.0, None, 4.0]
+        assert found[1].missing_score == "evaluator it timed out after 1 s (rollout_timeout_s)"
+
+
+@pytest.mark.parametrize("of_trajectories", [False, True])
+def test_only_the_example_for_which_a_derived_evaluator_raises_has_no_score(of_trajectories: bool) -> None:
+    found = played(["three", "bad", "four"], {"_type": "playing_test_single", "of_trajectories": of_trajectories})
+    assert [one.score for one in found] == [5.0, None, 4.0]
+    assert re.fullmatch(r"evaluator it raised ValueError \(.* in length_of\): not bad", str(found[1].missing_score))
 
 
 def test_the_terminal_shows_the_first_failure_and_the_log_file_all(
