@@ -19,6 +19,7 @@ from rollstream.schemas.events.intermediate_steps import (
     IntermediateStepCategory,
     IntermediateStepPayload,
     IntermediateStepState,
+    IntermediateStepType,
 )
 from rollstream.schemas.variables import one_line
 
@@ -74,6 +75,8 @@ class RemoteStream:
     """Pieces of the answer."""
     spans: dict[str, RemoteSpan] = field(default_factory=dict[str, RemoteSpan])
     num_lines: int = 0
+    preview: Any = None
+    """The first pieces of the answer before NAT made text of them, from the end of the workflow."""
 
     def read(self, line: bytes) -> IntermediateStep | None:
         """The step of a line; None if it has none. Raises EnvironmentRunError for one that is broken."""
@@ -93,13 +96,19 @@ class RemoteStream:
         raise _failed(found.get("message") or found.get("detail") or text)
 
     @property
-    def answer(self) -> str:
-        """The whole answer. Raises EnvironmentRunError if there was none."""
+    def answer(self) -> Any:
+        """The whole answer as text, JSON if the workflow returned a value that is neither text nor a model; None for
+        null. Raises EnvironmentRunError if there was none.
+        """
         if not self.values:
             raise EnvironmentRunError(
                 f"its stream ended after {self.num_lines} lines without an answer; see the workflow server's log"
             )
-        return "".join(self.values)
+        match self.preview, self.values:
+            case [value], [text] if _is_notation(text, value):
+                return None if value is None else json.dumps(value, ensure_ascii=False)
+            case _:
+                return "".join(self.values)
 
     def _take_value(self, text: str) -> None:
         if text == "[DONE]":
@@ -118,6 +127,8 @@ class RemoteStream:
             raise self._broken(f"does not contain a step: {_first_line(error)}") from error
         parent_id = found.get("parent_id")
         parent_id = parent_id if isinstance(parent_id, str) else None
+        if payload.event_type == IntermediateStepType.WORKFLOW_END and parent_id in (None, "root") and payload.data:
+            self.preview = payload.data.output
         if payload.event_state == IntermediateStepState.START:
             is_function = payload.event_category == IntermediateStepCategory.FUNCTION
             self.spans[payload.UUID] = RemoteSpan(parent_id, (payload.name or "") if is_function else None)
@@ -139,6 +150,26 @@ class RemoteStream:
         return EnvironmentRunError(
             f"line {self.num_lines} of its stream {why}; check that the endpoint is a NAT server"
         )
+
+
+def _is_notation(text: str, value: Any) -> bool:
+    """Whether an answer is Python's notation of a value: not JSON, and not a text of the value, such as the content of
+    a chat's response.
+    """
+    if isinstance(value, str) or (value is None and text != "None"):  # null is also in the place of NaN
+        return False
+    try:
+        json.loads(text)
+    except ValueError:
+        return text != "" and not _contains(value, text)
+    return False
+
+
+def _contains(value: Any, text: str) -> bool:
+    if isinstance(value, dict | list):
+        nested = value.values() if isinstance(value, dict) else value
+        return any(_contains(one, text) for one in nested)
+    return value == text
 
 
 def _failed(text: object) -> EnvironmentRunError:

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator
+from datetime import date
 from typing import Any
 
 import pytest
 from aiohttp import web
+from pydantic import BaseModel
 
 from rollstream.producers.environments.remote_workflow import base_url
 from rollstream.producers.traces.stream import MAX_LINE_BYTES, MAX_STREAM_BYTES, Lines, RemoteStream
@@ -103,8 +106,42 @@ def test_an_answer_without_a_result_at_the_path_fails_the_attempt_and_the_path_i
 PIECES = [f"word{n} " for n in range(60)]
 
 
+class Sum(BaseModel):
+    sum: str
+    when: date = date(2026, 12, 1)
+
+
+class Valued(BaseModel):
+    value: str
+    other: int = 1
+
+
+RETURNED: dict[str, Any] = {
+    "a text": "2",
+    "a text in Python's notation": "{'sum': '2'}",
+    "no text": "",
+    "an integer": 2,
+    "a truth value": True,
+    "null": None,
+    "NaN": math.nan,
+    "a dict": {"sum": "2", "of": [1, None, "ü"]},
+    "a dict of models": {"sums": [Sum(sum="2")]},
+    "a list": ["a", 1],
+    "a model": Sum(sum="2"),
+    "a model of a value": Valued(value="two"),
+}
+
+
+def returning(value: Any) -> Any:
+    async def answer(question: str) -> Any:
+        return value
+
+    answer.__annotations__["return"] = type(value) if value is not None else dict[str, Any] | None
+    return answer
+
+
 async def answer_as_nat(request):
-    """NAT's own stream of a workflow that answers in pieces, or of one that returns JSON."""
+    """NAT's own stream of a workflow that answers in pieces, or of one that returns JSON or another value."""
     from nat.builder.function_info import FunctionInfo
     from nat.builder.workflow_builder import WorkflowBuilder
     from nat.cli.register_workflow import register_function
@@ -117,14 +154,18 @@ async def answer_as_nat(request):
     class AnswerConfig(FunctionBaseConfig, name="remote_test_answer"):
         pass
 
+    question = (await request.json())["input_message"]
+
     async def function(config, builder):
         async def stream(question: str) -> AsyncGenerator[str]:
             for piece in [*PIECES, "2"] if question == "in pieces" else ['{"sum": "2"}']:
                 yield piece
 
-        yield FunctionInfo.create(stream_fn=stream, description="answers")
+        if question in RETURNED:
+            yield FunctionInfo.from_fn(returning(RETURNED[question]), description="answers")
+        else:
+            yield FunctionInfo.create(stream_fn=stream, description="answers")
 
-    question = (await request.json())["input_message"]
     response = web.StreamResponse()
     await response.prepare(request)
     with GlobalTypeRegistry.push():
@@ -133,7 +174,7 @@ async def answer_as_nat(request):
         async with WorkflowBuilder.from_config(config) as builder:
             sessions = await SessionManager.create(config=config, shared_builder=builder)
             async with sessions.session(user_id="u") as session:
-                stated = {"streaming": True, "result_type": str, "output_type": str}
+                stated = {"streaming": True, "result_type": None, "output_type": None}  # as NAT's server has it
                 async for text in generate_streaming_response_full_as_str(question, session=session, **stated):
                     await response.write(text.encode())
             await sessions.shutdown()
@@ -150,6 +191,46 @@ def test_the_result_is_in_the_streamed_answer_and_not_nats_preview_of_it(play, q
     assert [step.event_type for step in played.steps] == ["FUNCTION_END", "WORKFLOW_END"]
     assert played.steps[-1].data == {"input": question, "output": result}
     assert played.steps[-1].name == "remote_test_answer"
+
+
+@pytest.mark.parametrize(
+    ("question", "result"),
+    [
+        ("a text", "2"),
+        ("a text in Python's notation", "{'sum': '2'}"),
+        ("no text", ""),
+        ("an integer", "2"),
+        ("a truth value", "true"),
+        ("null", None),
+        ("NaN", "nan"),
+        ("a dict", '{"sum": "2", "of": [1, null, "ü"]}'),
+        ("a dict of models", '{"sums": [{"sum": "2", "when": "2026-12-01"}]}'),
+        ("a list", '["a", 1]'),
+        ("a model", '{"sum":"2","when":"2026-12-01"}'),
+        ("a model of a value", "two"),
+    ],
+)
+def test_a_result_that_is_neither_text_nor_a_model_is_json_and_not_pythons_notation_of_it(play, question, result):
+    pytest.importorskip("nat")
+    played, _ = ask(play, answer_as_nat, inputs={"question": question})
+    assert played.steps[-1].data == {"input": question, "output": result}
+
+
+def test_a_path_leads_into_a_dict(play):
+    pytest.importorskip("nat")
+    played, _ = ask(play, answer_as_nat, inputs={"question": "a dict"}, result_json_path="$.of[2]")
+    assert played.steps[-1].data["output"] == "ü"
+
+
+@pytest.mark.parametrize("in_chunks", [True, False])
+def test_the_text_of_a_chats_response_is_the_result_and_not_the_whole_response(play, in_chunks):
+    server = pytest.importorskip("nat.data_models.api_server")
+    if in_chunks:
+        RETURNED["a chat"] = server.ChatResponseChunk.create_streaming_chunk("two")
+    else:
+        RETURNED["a chat"] = server.ChatResponse.from_string("two", usage=server.Usage())
+    played, _ = ask(play, answer_as_nat, inputs={"question": "a chat"})
+    assert played.steps[-1].data["output"] == "two"
 
 
 def test_the_ends_of_workflows_inside_the_workflow_stay_as_they_are(play):
