@@ -4,6 +4,7 @@ Whoever calls has checked that the name is allowed (`permissions`). What a modul
 ConfigError of one line, and its traceback goes to the log.
 """
 
+import functools
 import importlib
 import logging
 import os
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rollstream.schemas.errors import ConfigError, RollstreamError, called_at, describe, nearest
 from rollstream.schemas.permissions import CODE
@@ -46,8 +47,14 @@ def import_module(name: str, location: str) -> ModuleType:
 
 
 def path_of(value: Any) -> str:
-    """The path of a class or function: `module.Name`."""
-    return f"{value.__module__}.{value.__qualname__}"
+    """The path of a class or function: `module.Name`; of a `functools.partial` its function's, of another object its
+    class's.
+    """
+    while isinstance(value, functools.partial):
+        value = value.func
+    is_named = hasattr(value, "__qualname__") and hasattr(value, "__module__")
+    named: Any = value if is_named else cast("Any", type(value))
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def check_name(decorator: str, name: object) -> None:

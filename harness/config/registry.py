@@ -75,22 +75,23 @@ def discover(*, again: bool = False) -> None:
 
 
 def _register(known: Registered, what: str, base: ConfigType, config_type: ConfigType) -> Callable[[Build], Build]:
-    if inspect.isfunction(config_type):
+    if not (inspect.isclass(config_type) and issubclass(config_type, base)):
         decorator = f"register_{what.replace(' ', '_')}"
-        raise ConfigError(f"@{decorator} needs a configuration class; write @{decorator}(YOUR_CLASS)")
+        raise ConfigError(
+            f"@{decorator} needs a subclass of {base.__name__}, not {path_of(config_type)}; write "
+            f"@{decorator}(YOUR_CLASS)"
+        )
 
     def add(build: Build) -> Build:
-        _check(known, what, base, config_type, build)
+        _check(known, what, config_type, build)
         known[config_type] = build
         return build
 
     return add
 
 
-def _check(known: Registered, what: str, base: ConfigType, config_type: ConfigType, build: Callable[..., Any]) -> None:
+def _check(known: Registered, what: str, config_type: ConfigType, build: Callable[..., Any]) -> None:
     location = path_of(build)
-    if not (inspect.isclass(config_type) and issubclass(config_type, base)):
-        raise ConfigError(f"{what} {location}: config_type must be a subclass of {base.__name__}, not {config_type!r}")
     name = config_type.__dict__.get("STATIC_TYPE")
     if not name:
         shown = config_type.__name__

@@ -109,7 +109,8 @@ def test_an_entry_point_whose_module_raises_is_reported_alike(module: Callable[[
         (
             "harness.config.registry",
             "register_trainer_adapter",
-            "a configuration class; write @register_trainer_adapter(YOUR_CLASS)",
+            "a subclass of TrainerAdapterConfig, not without_parentheses_register_trainer_adapter.brevity; write "
+            "@register_trainer_adapter(YOUR_CLASS)",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Components by the type of their configuration: what is refused, what is found, and how it is built and let go of."""
 
 import asyncio
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -101,8 +102,27 @@ def test_a_configuration_without_a_name_or_of_another_kind_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="Nameless has no name"):
         register_trainer(config_type=Nameless)(build)
-    with pytest.raises(ConfigError, match="must be a subclass of TrainerAdapterConfig"):
-        register_trainer_adapter(config_type=MyTrainerConfig)(build)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"needs a subclass of TrainerAdapterConfig, not .*\.MyTrainerConfig"):
+        register_trainer_adapter(config_type=MyTrainerConfig)  # pyright: ignore[reportArgumentType]
+
+
+async def a_function(config: Any, builder: Any) -> Any:
+    yield None
+
+
+@pytest.mark.parametrize("register", [register_trainer, register_trajectory_builder, register_trainer_adapter])
+@pytest.mark.parametrize("bare", [a_function, functools.partial(a_function), File, a_function(None, None)])
+def test_a_decorator_without_its_configuration_class_is_refused_at_once(register: Any, bare: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^@{register.__name__} needs a subclass of .*; write @{register.__name__}\(YOUR_CLASS\)$"
+    ):
+        register(bare)
+
+
+def test_a_factory_may_be_a_partial_function() -> None:
+    register_trainer(config_type=MyTrainerConfig)(functools.partial(a_function))
+    with pytest.raises(ConfigError, match=r"registered twice: by tests\..*\.a_function and by tests\..*\.a_function"):
+        register_trainer(config_type=MyTrainerConfig)(functools.partial(a_function))
 
 
 def test_a_package_that_cannot_be_imported_is_skipped_and_named_in_later_errors(
