@@ -128,7 +128,7 @@ async def record_rollout(
 ) -> None:
     """Play member `member` of a task and emit its events; RolloutEnded or RolloutFailed is the last.
 
-    `is_last`: whether a failure is final, because no further attempt is allowed. `clock()` gives event time in ms and
+    `is_last`: whether any failure is final, because no further attempt is allowed. `clock()` gives event time in ms and
     never goes back. Environment, rewards and engine together have `rollout_timeout_s`. What `emit` raises is
     raised, and then there is no terminal event; before the first event, EnvironmentRunError, which is to end the
     process, if too many reward functions never returned. `permissions`: what the task may name. `artifacts`: where
@@ -165,7 +165,7 @@ async def record_rollout(
     log.info("rollout failed rollout_id=%s cause=%s: %s", journal.rollout_id, failure.cause, message)
     # without an id: the terminal shows each message once
     log.error("%s%s", message, permissions.conceal(_traceback(failure.error)))
-    await journal.fail(failure.cause, message, is_final=is_last)
+    await journal.fail(failure.cause, message, is_final=is_last or failure.is_final)
 
 
 class _AttemptRunner:

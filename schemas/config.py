@@ -96,7 +96,8 @@ class BuilderFields(BaseModel):
     rewards: tuple[str, ...] = ()
     reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
     missing_score: Literal["error", "reject"] = "error"
-    """A rollout without a score fails and is tried again, or is rejected as `no_score`; it never counts as 0."""
+    """A rollout without a score fails and is tried again (not a NAT workflow's), or is rejected as `no_score`; it never
+    counts as 0."""
     modules: tuple[str, ...] = ()
     """Python modules that register environments and rewards."""
     agents: Agents = ("agent",)

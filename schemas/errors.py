@@ -144,7 +144,11 @@ class PromptTooLongError(PromptRefusedError):
 
 
 class EnvironmentRunError(RollstreamError):
-    """An environment or reward raised, hung or returned what it must not."""
+    """An environment or reward raised, hung or returned what it must not. `is_final`: a further attempt would fail in
+    the same way, so that none is made.
+    """
+
+    is_final: bool = False
 
 
 class ChatTemplateError(EnvironmentRunError):

@@ -34,7 +34,7 @@ class RecordedEnvironment(Environment):
         """Play it; a store that does not answer is tried again while the rollout has time.
 
         Raises EnvironmentRunError for a rollout that is missing, broken or known to have failed, NoScoreError for one
-        that could not be scored.
+        that could not be scored. What is known to have failed, or to have no score, fails finally.
         """
         members, number, artifacts = session.inputs.pop(INPUT, None), session.member, session.artifacts
         rollout = await retrying(
@@ -43,9 +43,10 @@ class RecordedEnvironment(Environment):
             in_thread=in_own_thread,
         )
         if rollout.error is not None:
-            raise EnvironmentRunError(
+            raise _finally(
+                EnvironmentRunError,
                 f"recorded rollout {rollout.source_id or session.member} failed when it was recorded: {rollout.error}; "
-                "correct what failed, or leave out the example"
+                "correct what failed, or leave out the example",
             )
         indices: list[int] = []
         for step in rollout.steps:
@@ -55,9 +56,17 @@ class RecordedEnvironment(Environment):
             step_index = None if reward.step is None else indices[reward.step]
             await session.reward(reward.value, reward.name, step_index, reward.agent, is_score=reward.is_score)
         if rollout.missing_score is not None:
-            raise NoScoreError(f"recorded rollout {rollout.source_id or session.member}: {rollout.missing_score}")
+            raise _finally(
+                NoScoreError, f"recorded rollout {rollout.source_id or session.member}: {rollout.missing_score}"
+            )
         if rollout.stop_reason == MAX_TURNS:
             raise TurnsExhausted("the agent had no turn left when the rollout was recorded")
+
+
+def _finally(kind: type[EnvironmentRunError], message: str) -> EnvironmentRunError:
+    error = kind(message)
+    error.is_final = True
+    return error
 
 
 def _rollout(members: object, number: int, artifacts: ArtifactStore | None) -> RecordedRollout:

@@ -72,6 +72,11 @@ class Failure:
     error: BaseException | None = None
     """The exception, for its traceback."""
 
+    @property
+    def is_final(self) -> bool:
+        """Whether a further attempt would fail in the same way."""
+        return isinstance(self.error, EnvironmentRunError) and self.error.is_final
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:

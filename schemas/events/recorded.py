@@ -150,7 +150,7 @@ class RecordedRollout(_Value):
     rewards: tuple[RecordedReward, ...] = ()
     stop_reason: str = "done"
     error: str | None = None
-    """It is known to be broken, and why: its attempts fail with this message."""
+    """It is known to be broken, and why: its only attempt fails with this message."""
     missing_score: str | None = added(None)
     """Reason for which its evaluator gave no score: a missing score, as that of a reward function is."""
 

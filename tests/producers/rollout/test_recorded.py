@@ -254,12 +254,14 @@ def test_a_broken_record_is_a_failed_attempt_with_its_cause(play, rollout, messa
     assert isinstance(played.last, RolloutFailed)
     assert played.last.cause == "environment_error"
     assert message in played.last.message
+    assert played.last.is_final == (rollout.error is not None), "what is known to have failed is not tried again"
 
 
 def test_a_record_without_a_score_is_a_missing_score_with_its_reason(play):
     task = task_of(RecordedRollout(source_id="r7", steps=(exact([5], [6]),), missing_score="evaluator judge: HTTP 401"))
     failed = play(task).last
     assert (failed.cause, failed.message) == ("reward_error", "recorded rollout r7: evaluator judge: HTTP 401")
+    assert failed.is_final
     settings = task.settings.model_copy(update={"missing_score": "reject"})
     rejected = play(task.model_copy(update={"settings": settings}))
     rejected.assert_complete()
