@@ -147,16 +147,19 @@ def is_list(messages: Any) -> bool:
     return isinstance(messages, list) or not isinstance(messages, str | Mapping)
 
 
-def plain_messages(messages: Sequence[Any]) -> list[Message]:
-    """A copy of a chat's messages, as the log will hold them. Raises EnvironmentRunError if they are invalid."""
+def plain_messages(messages: Sequence[Any], *, for_model: bool = True) -> list[Message]:
+    """A copy of a chat's messages, as the log will hold them. Raises EnvironmentRunError if they are invalid.
+
+    `for_model`: chat templates need the content of each; only an answer with tool calls may have none.
+    """
     found = plain([*messages], "messages") if is_list(messages) else None
     if found is None or not all(isinstance(one, dict) and "role" in one for one in found):
         raise EnvironmentRunError(
             'messages: expected a list of messages such as [{"role": "user", "content": "..."}], not '
             f"{one_line(repr(messages), 100)}"
         )
-    for index, one in enumerate(found):
-        if "content" not in one and one["role"] != "assistant":  # an answer of tool calls alone may have none
+    for index, one in enumerate(found if for_model else ()):
+        if "content" not in one and not (one["role"] == "assistant" and one.get("tool_calls")):
             raise EnvironmentRunError(f"messages[{index}]: {one_line(repr(one), 100)} has no content; give a text")
     return found
 

@@ -374,7 +374,7 @@ class Session:
 
     async def _play_scripted(self, messages: Sequence[Message], agent: str, player: str) -> Reply:
         """The answer of a scripted opponent, which is not an LLM: a step without tokens."""
-        sent = plain_messages(messages)
+        sent = plain_messages(messages, for_model=False)
         step_index, began_ms = self._journal.open_step(), self._journal.clock()
         assert self._play is not None, "nobody plays scripted opponents"
         text = await text_given("play_scripted()", self._play(self, sent, agent, player.removeprefix(ids.SCRIPTED)))

@@ -58,7 +58,7 @@ class Answering(Environment):
     SCRIPTED = ("bot",)
 
     async def run(self, session):
-        assert (await session.chat(HELLO)).text == "7"
+        assert (await session.chat(session.inputs.get("messages", HELLO))).text == "7"
         await session.reward(1.0)
 
     def demonstrate(self, session, messages, agent):
@@ -78,19 +78,31 @@ def test_a_demonstration_that_has_the_end_token_gets_no_second_one(play):
         assert tokens.decode_ids(played.steps[0].llm.completion_ids).tolist().count(1) == 1
 
 
-@pytest.mark.parametrize("answer", ["7", None, 5, {"a": 1}])
-def test_a_scripted_player_may_be_async_and_answers_with_text(tmp_path, answer):
+def played_by_bot(tmp_path, inputs):
     events = []
 
     async def emit(event):
         events.append(event)
 
     async def scenario():
-        task = task_of("test_answers_from_inputs", inputs={"answer": answer})
+        task = task_of("test_answers_from_inputs", inputs=inputs)
         engine, players = await scripted(tmp_path), {"agent": "scripted:bot"}
         await run_rollout(task, member=0, attempt=0, engine=engine, emit=emit, clock=lambda: 1, players=players)
 
     asyncio.run(scenario())
+    return events
+
+
+def test_a_scripted_player_is_sent_messages_with_keys_of_their_own(tmp_path):
+    messages = [{"role": "user", "board": ["x", "", "o"]}]
+    *_, step, _, last = played_by_bot(tmp_path, {"answer": "7", "messages": messages})
+    assert isinstance(last, RolloutEnded)
+    assert step.data["input"] == messages
+
+
+@pytest.mark.parametrize("answer", ["7", None, 5, {"a": 1}])
+def test_a_scripted_player_may_be_async_and_answers_with_text(tmp_path, answer):
+    events = played_by_bot(tmp_path, {"answer": answer})
     if answer == "7":
         assert isinstance(events[-1], RolloutEnded)
     else:
@@ -150,10 +162,10 @@ async def sends_no_role(session):
 
 
 @register_environment("test_sends_no_content")
-async def sends_no_content(session):
+async def sends_no_content(session, last):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
     await session.chat([*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "3"}])
-    await session.chat([*HELLO, {"role": "user"}])
+    await session.chat([*HELLO, last])
 
 
 @register_environment("test_forgives")
@@ -260,12 +272,13 @@ def test_messages_of_another_form_are_refused_with_the_right_one(play, name, sen
     assert failed.message.endswith(f", in {name})")
 
 
-def test_a_message_without_content_is_refused_unless_it_is_an_answer(play):
-    played = play(task_of("test_sends_no_content"))
+@pytest.mark.parametrize("last", [{"role": "user"}, {"role": "assistant"}, {"role": "assistant", "tool_calls": []}])
+def test_a_message_without_content_is_refused_unless_it_is_an_answer_with_tool_calls(play, last):
+    played = play(task_of("test_sends_no_content", environment_config={"last": last}))
     assert len(played.steps) == 1
     line = sends_no_content.__code__.co_firstlineno + 4
     assert played.last.message == (
-        "environment test_sends_no_content: messages[1]: {'role': 'user'} has no content; give a text "
+        f"environment test_sends_no_content: messages[1]: {last} has no content; give a text "
         f"(test_rollout.py line {line}, in sends_no_content)"
     )
 
