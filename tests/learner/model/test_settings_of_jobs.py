@@ -30,6 +30,7 @@ async def submit(lab: Any, name: str, *, deterministic: bool, threads: int | Non
 
 def test_jobs_in_turn_compute_with_the_settings_of_their_own(lab: Any, monkeypatch: Any) -> None:
     """All jobs are loaded before the first one trains."""
+    own = own_threads(torch.get_num_threads)
     seen: set[tuple[int, bool]] = set()
     score = ScoringModels.score
 
@@ -41,15 +42,14 @@ def test_jobs_in_turn_compute_with_the_settings_of_their_own(lab: Any, monkeypat
     monkeypatch.setattr(ScoringModels, "score", watched)
 
     async def scenario() -> None:
-        await submit(lab, "exact", deterministic=True, threads=1)
-        await submit(lab, "fast", deterministic=False, threads=2)
+        await submit(lab, "exact", deterministic=True, threads=own + 1)
+        await submit(lab, "fast", deterministic=False, threads=own + 2)
         await submit(lab, "unset", deterministic=True, threads=None)
         await lab.work(lab.has(JobSucceeded, "jobs", 3), lab.worker(threads=None))
         steps = await lab.events("weights", StepTrained)
-        own = own_threads(torch.get_num_threads)
         found = {(step.model_group, step.threads) for step in steps}
-        assert found == {("run-1/exact", 1), ("run-1/fast", 2), ("run-1/unset", own)}
-        assert seen == {(1, True), (2, False), (own, True)}
+        assert found == {("run-1/exact", own + 1), ("run-1/fast", own + 2), ("run-1/unset", own)}
+        assert seen == {(own + 1, True), (own + 2, False), (own, True)}
 
     asyncio.run(scenario())
 
