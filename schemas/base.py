@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import eq
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -40,9 +40,9 @@ def check_no_truth_values(given: Any, read: Any, path: str = "") -> None:
         raise ConfigError(f"{path}: is {str(given).lower()}; give a number")
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(given, Mapping):
-        items = given.items()
-    elif isinstance(given, list | tuple) and isinstance(read, list | tuple) and len(given) == len(read):
-        items = enumerate(given)
+        items = cast("Mapping[str, Any]", given).items()
+    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
+        items = enumerate(cast("list[Any]", given))
     for key, value in items:
         check_no_truth_values(value, _read_at(read, key), f"{path}.{key}" if path else str(key))
 
@@ -52,8 +52,9 @@ def _read_at(read: Any, key: Any) -> Any:
     if isinstance(read, BaseModel):
         return getattr(read, key, None) if key in type(read).model_fields else None
     if isinstance(read, Mapping):
-        return read.get(key)
-    return read[key] if isinstance(read, list | tuple) else None
+        return cast("Mapping[Any, Any]", read).get(key)
+    read_items = cast("list[Any]", read) if isinstance(read, list | tuple) else []
+    return read_items[key] if isinstance(key, int) and key < len(read_items) else None
 
 
 def _at_home(path: Path) -> Path:

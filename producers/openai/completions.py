@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from rollstream.producers.openai.protocol import NOTHING_SENT, Answer, logprobs_of, usage_of
-from rollstream.producers.openai.requests import SampledRequest
+from rollstream.producers.openai.requests import NumLogprobs, SampledRequest
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -17,8 +17,7 @@ class CompletionRequest(SampledRequest):
 
     PROMPT_KEY: ClassVar[str] = "prompt"
     prompt: Text | TokenIds | Annotated[list[Text], Field(min_length=1, max_length=1)]
-    logprobs: int = Field(default=0, ge=0, le=1)
-    """Only the sampled token's is known."""
+    logprobs: NumLogprobs = 0
     echo: Literal[False] = False
 
     @property

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rollstream.producers.openai import options
 from rollstream.producers.rollout import call_arguments
@@ -203,14 +203,25 @@ class SampledRequest(WithoutNulls):
             )
 
 
+def _of_sampled(number: int) -> int:
+    if number > 1:
+        raise ValueError(
+            f"{number}: the log-probability of the sampled token alone is known; give 1 or 0, or leave it out"
+        )
+    return number
+
+
+NumLogprobs = Annotated[int, Field(ge=0), AfterValidator(_of_sampled)]
+"""Tokens at each position whose log-probabilities are asked for."""
+
+
 class ChatRequest(SampledRequest):
     """A request for chat completions."""
 
     PROMPT_KEY: ClassVar[str] = "messages"
     messages: list[ChatMessage] = Field(min_length=1)
     logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=1)
-    """Only the sampled token's is known."""
+    top_logprobs: NumLogprobs = 0
     tools: list[dict[str, Any]] = Field(default_factory=list)
 
     def tools_for_template(self) -> list[dict[str, Any]] | None:
@@ -274,7 +285,9 @@ def validated(kind: type[_M], value: Any) -> _M:
         return kind.model_validate(value)
     except ValidationError as error:
         param, message = first_invalid(error)
-        raise Refusal(400, f"{param or 'the body'}: {message}", param=param or None) from error
+        is_unknown = error.errors(include_url=False, include_input=False)[0]["type"] == "extra_forbidden"
+        message, code = ("unknown parameter; remove it", "unknown_parameter") if is_unknown else (message, None)
+        raise Refusal(400, f"{param or 'the body'}: {message}", param=param or None, code=code) from error
 
 
 def checked_request(kind: type[_R], value: Any) -> _R:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from rollstream.producers.openai import offered_tools, options
 from rollstream.producers.openai.offered_tools import CUSTOM_CALL, FUNCTION_CALL, INPUT, OUTPUTS, NamedTool, OfferedTool
 from rollstream.producers.openai.protocol import Answer, exact_of
-from rollstream.producers.openai.requests import ChatRequest, Refusal, Role, checked_request, validated
+from rollstream.producers.openai.requests import ChatRequest, NumLogprobs, Refusal, Role, checked_request, validated
 from rollstream.producers.openai.stream_words import Answered, StreamWords
 
 PREFIX, TEXT_PREFIX = "resp_", "msg_"
@@ -83,7 +83,7 @@ class ResponsesRequest(_Given):
     parallel_tool_calls: bool = True
     max_tool_calls: int | None = None
     """Maximum calls of a provider's own tools."""
-    top_logprobs: int = Field(default=0, ge=0, le=1)
+    top_logprobs: NumLogprobs = 0
 
     @model_validator(mode="before")
     @classmethod

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import socket
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -23,8 +24,10 @@ from transformers import AutoModelForCausalLM
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.producers.engines.scripted import ScriptedEngine, ScriptedTokenizer
 from rollstream.producers.engines.transformers import TransformersEngine
+from rollstream.producers.openai import anthropic, responses
+from rollstream.producers.openai.completions import CompletionRequest
 from rollstream.producers.openai.keys import token_of
-from rollstream.producers.openai.requests import Refusal, parse_request
+from rollstream.producers.openai.requests import Refusal, checked_request, parse_request
 from rollstream.producers.openai.service import run
 from rollstream.schemas.engine_settings import TransformersSettings
 from rollstream.schemas.errors import RollstreamError
@@ -235,7 +238,7 @@ def test_errors_have_openais_shape(tmp_path):
     [
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"temperature": -1}, "temperature: Input should be greater"),
-        ({"top_logprobs": 5}, "top_logprobs: Input should be less than or equal to 1"),
+        ({"top_logprobs": 5}, "top_logprobs: 5: .* sampled token alone is known; give 1 or 0, or leave it out$"),
         ({"frequency_penalty": 0.5}, "frequency_penalty: 0.5 is not supported here"),
         ({"response_format": {"type": "json_object"}}, "response_format: "),
         ({"tool_choice": "required"}, "tool_choice: 'required' is not supported here"),
@@ -247,6 +250,24 @@ def test_unsupported_fields_of_a_request_are_refused_by_name(change, message):
     with pytest.raises(Refusal, match=message) as refused:
         parse_request(json.dumps({"model": "policy", "messages": ASK, **change}).encode()).check_enforced()
     assert (refused.value.status, refused.value.param) == (400, next(iter(change)))
+
+
+@pytest.mark.parametrize(
+    ("parse", "asked", "message"),
+    [
+        (responses.parse, {"input": "a", "top_logprobs": 2}, "top_logprobs: 2: .*; give 1 or 0, or leave it out$"),
+        (anthropic.parse_messages, {"messages": ASK, "max_tokens": 1, "top_logprobs": 2}, "top_logprobs: unknown "),
+        (
+            partial(checked_request, CompletionRequest),
+            {"prompt": "a", "logprobs": 2},
+            "logprobs: 2: .*; give 1 or 0, or leave it out$",
+        ),
+    ],
+)
+def test_more_log_probabilities_than_the_sampled_ones_are_refused_in_every_form(parse, asked, message):
+    with pytest.raises(Refusal, match=f"^{message}") as refused:
+        parse({"model": "policy", **asked})
+    assert refused.value.status == 400
 
 
 def test_a_request_of_nothing_but_defaults_and_nulls_is_taken():
