@@ -274,8 +274,7 @@ class JobRun:
     async def _train(self, manifest: Manifest, *, is_alone: bool) -> None:
         """Train one manifest, and write the version before meanwhile, if that is left to do. Then write its own."""
         planned, before = manifest.planned, self._trained
-        self.index = planned.index
-        seconds = {**self._carried, "wait": time.monotonic() - self._idle_since}
+        self.index, seconds = planned.index, {**self._carried, "wait": time.monotonic() - self._idle_since}
         self._trained, self._carried = None, {}
         result = await (self._next_result(planned) if before is None else self._beside(before, planned))
         self._next_index, self._previous_sha256 = planned.index + 1, manifest.digest
@@ -374,8 +373,10 @@ class JobRun:
         if wanted and next_index < inbox.state.job(job.job_id).first_index:
             await inbox.follow(job)
         if checkpoint is None:
+            budgets = self.trainer.budget, self.trainer.scoring.budgets
             self._trainer = None  # two models need not fit into memory
             self._trainer = await self._loaded()
+            self.trainer.budget, self.trainer.scoring.budgets = budgets  # what did not fit before does not now
             await self._stand_at(inbox.state.group(job.model_group).published[job.base_version])
         else:
             await self._in_thread(lambda: self.trainer.resume(checkpoint))
@@ -389,8 +390,7 @@ class JobRun:
     async def _check_adopted(self, version: int) -> None:
         """Raises VersionDivergedError if the model is not what was published as `version`."""
         group = self._context.inbox.state.group(self.job.model_group)
-        step = group.step_of(version)
-        known = step or group.published.get(version)
+        known = (step := group.step_of(version)) or group.published.get(version)
         weights = await self._writer.weights(version)
         weights.path.unlink(missing_ok=True)
         if known is not None and known.weights_sha256 != weights.sha256:

@@ -99,9 +99,9 @@ class JobTrainer:
         self.index: int | None = None
         """The newest manifest that was trained, or is; None before the first one of this process."""
         tokens = micro_batch_tokens(self._settings, self.model.device)
-        self._budget = MicroBatchBudget(tokens, halves=ranks.num == 1, restarts=budget is not None)
+        self.budget = MicroBatchBudget(tokens, halves=ranks.num == 1, restarts=budget is not None)
         if budget is not None and ranks.num > 1:
-            self._budget.keep(KeptBudget(budget, job.job_id))
+            self.budget.keep(KeptBudget(budget, job.job_id))
             self.scoring.keep(KeptBudget(budget.with_name("scoring_tokens.json"), job.job_id))
         self._statistics: dict[str, float] = {}
         """Statistics of the algorithm over the batches so far."""
@@ -288,13 +288,13 @@ class JobTrainer:
         """
         compute_as_set(self._settings)
         self.index = planned.index
-        self._budget.begin(micro_batch_tokens)
+        self.budget.begin(micro_batch_tokens)
         if first is not None:
-            self._budget.begin_as(first)
+            self.budget.begin_as(first)
         self._check_token_ids(trajectories)
         batch = replace(self.batch(planned, trajectories, scores), statistics=self._statistics)
         ranks = self.model.ranks
-        data = encoded(planned, trajectories, scores, self._budget.to_others()) if ranks.num > 1 else b""
+        data = encoded(planned, trajectories, scores, self.budget.to_others()) if ranks.num > 1 else b""
         doing = failing_the_job(f"training on manifest {planned.index}", ranks)
         with self._calling(before_step), ranks.together("train", data), doing:
             result = train_batch(
@@ -308,7 +308,7 @@ class JobTrainer:
                 reference=self._reference,
                 version=planned.trains_at_version,
                 skipped_in_row=self._skipped_in_row,
-                budget=self._budget,
+                budget=self.budget,
                 check=partial(self._check_lengths, trajectories),
             )
         self.model.clear_gradients(0)  # else they would lie beside what is published and scored before the next batch

@@ -67,7 +67,7 @@ class ScoringModels:
         self._teacher: TeacherModel | None = None
         self._served: ServedTeacher | None = None
         self._tokenizer: Any = None
-        self._budgets: dict[str, MicroBatchBudget] = {}
+        self.budgets: dict[str, MicroBatchBudget] = {}
         """Budgets by the scorer's model. One that was halved stays so: scores are events, whatever the division was."""
         self._kept: KeptBudget | None = None
 
@@ -161,12 +161,12 @@ class ScoringModels:
 
     def _budget(self, scorer: Scorer, model: PolicyModel) -> MicroBatchBudget:
         """Tokens of the micro-batches of a scorer's model."""
-        found = self._budgets.get(scorer.model)
+        found = self.budgets.get(scorer.model)
         if found is None:
             found = MicroBatchBudget(micro_batch_tokens(self._settings, model.device), halves=model.ranks.num == 1)
             if self._kept is not None and model.ranks.num > 1:
                 found.keep(self._kept)
-            self._budgets[scorer.model] = found
+            self.budgets[scorer.model] = found
         return found
 
     def _served_teacher(self, written: str, url: str) -> ServedTeacher:

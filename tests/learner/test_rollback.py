@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 
 from rollstream.eventlog import codec
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
+from rollstream.learner.model.memory import MicroBatchBudget
 from rollstream.learner.model.step import adopted
 from rollstream.learner.progress import LogState, Manifest, evolve
 from rollstream.learner.publisher import difference
 from rollstream.learner.retrain import RecordedJob, Retraining
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas import ids
+from rollstream.schemas.algorithms import GrpoSettings
 from rollstream.schemas.events import (
     BatchPlanned,
     JobFailed,
@@ -79,6 +82,33 @@ def test_a_rollback_publishes_a_new_version_with_the_weights_of_an_earlier_one(l
         assert (steps[4].threads, steps[4].ranks, steps[4].device) == (1, 1, "cpu")
         assert published[5].adopts is None
         assert published[5].weights_sha256 != published[4].weights_sha256
+
+    asyncio.run(scenario())
+
+
+def test_micro_batches_that_did_not_fit_are_not_tried_again_after_a_rollback_to_the_base_version(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+    run = MicroBatchBudget.run
+
+    def limited(self: MicroBatchBudget, work: Callable[[int], Any], num_units: int) -> Any:
+        def bounded(tokens: int) -> Any:
+            if tokens > 16:
+                refused.append(tokens)
+                raise MemoryError
+            return work(tokens)
+
+        return run(self, bounded, num_units)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(MicroBatchBudget, "run", limited)
+        job = await lab.submit(num_versions=3, algorithm=GrpoSettings(max_tokens_per_micro_batch=64))
+        await plan(lab, job, {1: 0}, 3)
+        await lab.work(lab.has(JobSucceeded))
+        given = [step.micro_batch_tokens for step in await lab.events("weights", StepTrained)]
+        assert given == [(16,), (), (16,)]
+        assert refused == [64, 32]
 
     asyncio.run(scenario())
 
