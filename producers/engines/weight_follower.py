@@ -17,6 +17,7 @@ from rollstream.eventlog import terms
 from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import kind_of
+from rollstream.eventlog.disk_space import is_outage
 from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition
 from rollstream.eventlog.reading import decoded, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
@@ -257,7 +258,9 @@ class WeightFollower:
             except BaseException:
                 self._artifacts.drop_copy(published.artifact)
                 raise
-        except (ArtifactError, ModelError, ConfigError) as error:
+        except (ArtifactError, ModelError, ConfigError, OSError) as error:
+            if isinstance(error, OSError) and not is_outage(error):
+                raise
             if isinstance(error, NotAllowedError):
                 _refuse_waiting(group, str(error))
             if _is_collected(group, published, error):
@@ -265,7 +268,7 @@ class WeightFollower:
                     "passing over model_group=%s version=%d: %s", published.model_group, published.version, error
                 )
                 self._refused.add(published.event_id)
-            elif self._must_load and not isinstance(error, ArtifactError):
+            elif self._must_load and not isinstance(error, (ArtifactError, OSError)):
                 raise
             else:
                 self._refuse(published, error)
@@ -295,15 +298,19 @@ class WeightFollower:
         permissions = self._permissions if self._engine.capabilities.loads_models else None
         return base_model_of(published, permissions), self._artifacts.fetch(published.artifact)
 
-    def _refuse(self, published: WeightsPublished, error: ArtifactError | ModelError | ConfigError) -> None:
+    def _refuse(self, published: WeightsPublished, error: RollstreamError | OSError) -> None:
         self._refused.add(published.event_id)
         if published.event_id not in self._named:
             self._named.add(published.event_id)
+            held = self._engine.version(published.model_group)
+            stays = f"version {held} stays until the next is published"
+            if isinstance(error, OSError):
+                stays = f"it is read again every {self._retry_s:g} s"
             logger.error(
-                "not loaded: model_group=%s version=%d: %s; version %d stays until the next is published",
-                *(published.model_group, published.version, error, self._engine.version(published.model_group)),
+                "not loaded: model_group=%s version=%d: %s; %s",
+                *(published.model_group, published.version, error, stays),
             )
-        if isinstance(error, ArtifactError):
+        if isinstance(error, (ArtifactError, OSError)):
             asyncio.get_running_loop().call_later(self._retry_s, self._look_again, published.event_id)
         else:
             _fail_waiting(self._group(published.model_group), published.version, str(error))
@@ -360,7 +367,7 @@ def _fail_waiting(group: Followed, version: int, reason: str) -> None:
             answer.set_exception(ModelError(reason))
 
 
-def _is_collected(group: Followed, published: WeightsPublished, error: RollstreamError) -> bool:
+def _is_collected(group: Followed, published: WeightsPublished, error: Exception) -> bool:
     """Whether a version cannot be loaded because it is gone, and a newer one is there by now."""
     is_newest = group.newest is None or group.newest.version <= published.version
     is_gone = isinstance(error, ArtifactError) or isinstance(error.__cause__, FileNotFoundError)
