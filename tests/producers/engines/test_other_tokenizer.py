@@ -1,6 +1,9 @@
-"""A version that was trained with another tokenizer or base model than an engine's folder has is not loaded."""
+"""A version that was trained with another tokenizer or base model than an engine's folder has is not loaded. One whose
+folder cannot be read for a while is."""
 
 import asyncio
+import errno
+import logging
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +17,7 @@ from safetensors.torch import save_file
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import base_sha256, tokenizer_sha256
 from rollstream.eventlog.memory.log import MemoryLog
+from rollstream.producers.engines import weight_follower
 from rollstream.producers.engines.base import check_base_model
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.weight_follower import WeightFollower
@@ -21,6 +25,7 @@ from rollstream.producers.league.opponents import OpponentWeights
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.permissions import NOTHING
+from tests.rigs.follower_rig import Rig, play
 from tests.rigs.services.hub_cache import move_to_cache
 
 GROUP = "run-1/policy"
@@ -176,3 +181,46 @@ def test_a_tokenizers_file_that_changes_is_read_again(tmp_path):
     assert tokenizer_sha256(str(tmp_path)) == first
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
     assert tokenizer_sha256(str(tmp_path)) != first
+
+
+@pytest.mark.parametrize("must_load", [False, True])
+def test_a_base_model_whose_disk_fails_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, must_load: bool
+) -> None:
+    tries = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")]
+
+    def failing(published: WeightsPublished, permissions: object) -> str:
+        if tries:
+            raise tries.pop(0)
+        return published.base_model
+
+    async def story(rig: Any, start: Any) -> None:
+        monkeypatch.setattr(rig.follower, "_must_load", must_load)
+        await rig.publish(0)
+        await start()
+        await rig.follower.wait_for(GROUP, 0)
+        assert rig.versions() == [(GROUP, 0)]
+
+    monkeypatch.setattr(weight_follower, "base_model_of", failing)
+    play(tmp_path, story)
+    (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert error.endswith("version=0: [Errno 5] Input/output error; it is read again every 0.02 s"), error
+
+
+def test_a_base_model_that_cannot_be_read_for_another_reason_ends_the_follower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(published: WeightsPublished, permissions: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def scenario() -> None:
+        r = Rig(tmp_path)
+        waiting = asyncio.create_task(r.follower.wait_for(GROUP, 0))
+        await r.publish(0)
+        async with asyncio.timeout(120):
+            with pytest.raises(OSError, match="Too many open files"):
+                await r.follower.run()
+        waiting.cancel()
+
+    monkeypatch.setattr(weight_follower, "base_model_of", failing)
+    asyncio.run(scenario())

@@ -1,7 +1,6 @@
 """The weight follower: newest versions of wanted model groups, verified; void terms, wrong hashes, ended runs."""
 
 import asyncio
-import errno
 import logging
 from unittest import mock
 
@@ -9,7 +8,6 @@ import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import TopicPartition
-from rollstream.producers.engines import weight_follower
 from rollstream.producers.engines.weight_follower import WeightFollower
 from rollstream.producers.openai import service as endpoint_service
 from rollstream.schemas.errors import ModelError
@@ -227,45 +225,6 @@ def test_an_artifact_that_comes_back_is_loaded_without_a_new_version(tmp_path):
         assert rig.versions() == [(GROUP, 0)]
 
     play(tmp_path, story)
-
-
-@pytest.mark.parametrize("must_load", [False, True])
-def test_a_base_model_whose_disk_fails_is_read_again(tmp_path, monkeypatch, caplog, must_load):
-    tries = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")]
-
-    def failing(published, permissions):
-        if tries:
-            raise tries.pop(0)
-        return published.base_model
-
-    async def story(rig, start):
-        monkeypatch.setattr(rig.follower, "_must_load", must_load)
-        await rig.publish(0)
-        await start()
-        await rig.follower.wait_for(GROUP, 0)
-        assert rig.versions() == [(GROUP, 0)]
-
-    monkeypatch.setattr(weight_follower, "base_model_of", failing)
-    play(tmp_path, story)
-    (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert error.endswith("version=0: [Errno 5] Input/output error; it is read again every 0.02 s"), error
-
-
-def test_a_base_model_that_cannot_be_read_for_another_reason_ends_the_follower(tmp_path, monkeypatch):
-    def failing(published, permissions):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    async def scenario():
-        r = Rig(tmp_path)
-        waiting = asyncio.create_task(r.follower.wait_for(GROUP, 0))
-        await r.publish(0)
-        async with asyncio.timeout(120):
-            with pytest.raises(OSError, match="Too many open files"):
-                await r.follower.run()
-        waiting.cancel()
-
-    monkeypatch.setattr(weight_follower, "base_model_of", failing)
-    asyncio.run(scenario())
 
 
 def test_weights_that_the_engine_refuses_leave_the_version_before(tmp_path, caplog):
