@@ -6,7 +6,15 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from rollstream.eventlog.codec import decode, kind_of
-from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition, check_exists, truncated
+from rollstream.eventlog.log import (
+    EventLog,
+    Received,
+    Record,
+    TopicPartition,
+    check_exists,
+    format_position,
+    truncated,
+)
 from rollstream.schemas.errors import ConfigError, DecodeError
 
 POLL_S = 1.0
@@ -20,14 +28,15 @@ SILENCE_S = 60.0
 logger = logging.getLogger(__name__)
 
 
-def unknown_run(run_id: str, begin: int, *, is_unreadable: bool = False) -> ConfigError:
-    """The error of an unknown run. `begin`: oldest retained offset of the partition of `groups`; `is_unreadable`:
-    records with its key are not events of this version.
+def unknown_run(run_id: str, begin: int, *, unreadable: str = "") -> ConfigError:
+    """The error of an unknown run. `begin`: oldest retained offset of the partition of `groups`; `unreadable`: the
+    first of its records that is not an event of this version, as `unreadable_event` names it.
     """
     removed = f", and topic groups partition 0 no longer has records before offset {begin}" if begin else ""
-    if is_unreadable:
+    if unreadable:
         return ConfigError(
-            f"run {run_id} has records that cannot be read{removed}; use the version of rollstream that wrote them"
+            f"run {run_id} has records that this version of rollstream cannot read, such as a newer version "
+            f"writes{removed}: the first is {unreadable}; use the version that wrote them"
         )
     return ConfigError(f"run {run_id} does not exist{removed}; `rollstream runs` lists all runs")
 
@@ -43,6 +52,17 @@ def decoded(record: Record, *, num_partitions: int | None = None, warns: bool = 
         if warns:
             logger.warning("passing over %s offset %d: %s", record.topic, record.offset, error)
         return None
+
+
+def unreadable_event(record: Record) -> str:
+    """Position and error of a record that has the headers of an event and is not one of this version; else empty."""
+    if kind_of(record) is None:
+        return ""
+    try:
+        decode(record)
+    except DecodeError as error:
+        return f"{format_position(record.position)} ({error})"
+    return ""
 
 
 async def read_to_end(

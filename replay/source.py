@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from rollstream.eventlog import codec, dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, Received, Record, format_position
-from rollstream.eventlog.reading import read_to_end, unknown_run
+from rollstream.eventlog.reading import read_to_end, unknown_run, unreadable_event
 from rollstream.eventlog.run_offsets import LETTERS, offset_name, start_offsets_of
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
@@ -96,6 +96,8 @@ class RunEvents:
     """Pairs of records with the same event id but different content."""
     damaged: list[str] = field(default_factory=list[str])
     """Records that do not decode and have no dead letter."""
+    unreadable: str = ""
+    """The first record that is an event of another version, with or without a dead letter, see `unreadable_event`."""
     dead: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
     """Topic, partition and offset of every record that is a dead letter."""
     dead_by_fold: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
@@ -122,7 +124,7 @@ class RunEvents:
         found = self.by_id.get(ids.event_id("run_started", self.run_id))
         if found is None or not isinstance(found.event, RunStarted):
             begin, _ = self.kept.get("groups", {}).get(0, (0, 0))
-            raise unknown_run(self.run_id, begin, is_unreadable=bool(self.damaged))
+            raise unknown_run(self.run_id, begin, unreadable=self.unreadable)
         return found.event
 
     def held(self, topic: str) -> str:
@@ -140,14 +142,16 @@ class RunEvents:
 
     def take(self, record: Record, *, is_later: bool = False) -> None:
         """Take in one record in the order of the log. `is_later`: it may name records that are not read."""
-        is_dead = tuple(record.position) in self.dead
-        if is_dead and (is_later or tuple(record.position) not in self.dead_by_fold):
-            return
         if record.key is not None and not ids.is_key_of_run(record.key, self.run_id):
             return  # an event has the key of its run, else it does not decode
+        is_dead = tuple(record.position) in self.dead
+        if is_dead and (is_later or tuple(record.position) not in self.dead_by_fold):
+            self.unreadable = self.unreadable or unreadable_event(record)
+            return
         try:
             received = codec.decode(record)
         except DecodeError as error:
+            self.unreadable = self.unreadable or unreadable_event(record)
             if not is_dead:
                 self.damaged.append(
                     f"{format_position(record.position)} is not an event and has no dead letter: {error}"

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -213,26 +213,32 @@ def stopped_line(progress: "Progress") -> str:
 @WORKSPACE
 def runs(bootstrap_servers: str | None, workspace: Path) -> None:
     """List runs: state, jobs, versions, mean reward of the last epoch."""
+    from rollstream.harness.runs.follower import read_runs
     from rollstream.harness.upkeep.run_tables import runs_table
 
-    print_runs(workspace, bootstrap_servers, runs_table)
+    async def table(log: "EventLog", unreadable: Counter[str]) -> str:
+        return runs_table(await read_runs(log, unreadable, skipped=("batch_planned",)))
+
+    print_runs(workspace, bootstrap_servers, table)
 
 
 _OF_NEWER = "if a newer rollstream wrote them, use that version to see their runs and jobs"
 
 
-def print_runs(workspace: Path, bootstrap_servers: str | None, report: "Callable[[list[Progress]], str]") -> None:
-    """Read the log and show what `report` makes of its runs, before others are waited for that use the broker.
+def print_runs(
+    workspace: Path, bootstrap_servers: str | None, report: "Callable[[EventLog, Counter[str]], Awaitable[str]]"
+) -> None:
+    """Show the report about runs of the log, before others are waited for that use the broker.
 
-    What the log has lost is said after it. Raises TruncatedError if it was longer before.
+    `report` counts records that it cannot read by topic. What the log has lost is written after it. Raises
+    TruncatedError if it was longer before.
     """
-    from rollstream.harness.runs.follower import read_runs
     from rollstream.harness.services.lost_records import check_ends, removed
     from rollstream.harness.services.workspace import Workspace, on_log
 
     async def show(log: "EventLog") -> None:
         unreadable = Counter[str]()
-        click.echo(report(await read_runs(log, unreadable)))
+        click.echo(await report(log, unreadable))
         for topic, number in unreadable.items():
             click.echo(f"{number} records of topic {topic} cannot be read: {_OF_NEWER}", err=True)
         for line in await removed(log):

@@ -1,5 +1,6 @@
 """The command `jobs`: lists training jobs, shows one, cancels one. Options and formatting; the folds do the work."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,10 @@ def list_jobs(chosen: str | None, bootstrap_servers: str | None, workspace: Path
     from rollstream.harness.cli.finetune import print_runs
     from rollstream.harness.upkeep.run_tables import jobs_table
 
-    print_runs(workspace, bootstrap_servers, lambda found: jobs_table(chosen_runs(found, chosen), _group(chosen)))
+    async def table(log: "EventLog", unreadable: Counter[str]) -> str:
+        return jobs_table(await chosen_runs(log, chosen, unreadable), _group(chosen))
+
+    print_runs(workspace, bootstrap_servers, table)
 
 
 @jobs.command()
@@ -93,17 +97,28 @@ def cancel(job: str, bootstrap_servers: str | None, workspace: Path) -> None:
 
 async def find_job(log: "EventLog", job_id: str) -> "FineTuneJob":
     """A job as the log says it. Raises ConfigError for an id that the log does not have."""
-    from rollstream.eventlog.reading import decoded, read_to_end
+    from rollstream.eventlog.reading import decoded, read_to_end, unreadable_event
+    from rollstream.eventlog.run_offsets import start_offsets_of
     from rollstream.learner.shared_model_group.group_view import view
     from rollstream.schemas.events.weights import JobEvent
 
-    async for record in read_to_end(log, "jobs"):
-        received = decoded(record) if ids.is_key_of_run(record.key or b"", ids.run_of(job_id)) else None
+    unreadable = ""
+    starts = await start_offsets_of(log, ids.run_of(job_id))
+    async for record in read_to_end(log, "jobs", {0: starts["jobs"]} if starts else None):
+        if not ids.is_key_of_run(record.key or b"", ids.run_of(job_id)):
+            continue
+        received = decoded(record)
         event = None if received is None else received.event
+        unreadable = unreadable or ("" if received is not None else unreadable_event(record))
         if isinstance(event, JobEvent) and event.job_id == job_id:
-            group = await view(log, event.model_group)
+            group = await view(log, event.model_group, starts)
             await group.close()
             return group.state.job(job_id)
+    if unreadable:
+        raise ConfigError(
+            f"job {job_id} is not among the records that this version of rollstream can read; a newer version may have "
+            f"written {unreadable}: use the version that wrote it"
+        )
     raise ConfigError(f"job {job_id} does not exist; `rollstream jobs` lists all jobs")
 
 
@@ -118,21 +133,23 @@ async def cancel_job(log: "EventLog", job_id: str) -> None:
     await log.send_all(cancel_events(job, CAUSE, wall_ms()))
 
 
-def chosen_runs(found: "list[Progress]", chosen: str | None) -> "list[Progress]":
-    """The runs whose jobs are listed. Raises ConfigError for a run or a model group that does not exist."""
+async def chosen_runs(log: "EventLog", chosen: str | None, unreadable: Counter[str] | None = None) -> "list[Progress]":
+    """The runs whose jobs are listed: all, or the one that is chosen, of which alone the records are read.
+
+    `unreadable`: see `read_runs`. Raises ConfigError for a run or a model group that does not exist.
+    """
+    from rollstream.harness.runs.follower import progress_of, read_runs
+
     if chosen is None:
-        return found
-    runs = [progress for progress in found if progress.run_id == ids.run_of(chosen)]
-    if not runs:
-        where = f"model group {chosen}: " if "/" in chosen else ""
-        raise ConfigError(f"{where}run {ids.run_of(chosen)} does not exist; `rollstream runs` lists all runs")
+        return await read_runs(log, unreadable)
+    run = await progress_of(log, ids.run_of(chosen))
     group = _group(chosen)
-    named = [job.submitted or job.skipped for one in runs for job in one.jobs.values()]
+    named = [job.submitted or job.skipped for job in run.jobs.values()]
     groups = {job.model_group for job in named if job is not None}
     if group is not None and group not in groups:
         known = ", ".join(sorted(groups)) or "none"
         raise ConfigError(f"model group {group} has no jobs; groups of the run with jobs: {known}")
-    return runs
+    return [run]
 
 
 def lines_of(job: "FineTuneJob") -> list[str]:

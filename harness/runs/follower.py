@@ -1,12 +1,13 @@
 """Reads the events of a run, or of all, from the log into their progress. Only looks, never writes."""
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from rollstream.eventlog.codec import event_id_of, kind_of
 from rollstream.eventlog.log import EventLog, LogReader, Received, Record, TopicPartition
-from rollstream.eventlog.reading import MOST_RECORDS, decoded, read_events, read_to_end
+from rollstream.eventlog.reading import MOST_RECORDS, decoded, read_events, read_to_end, unknown_run, unreadable_event
 from rollstream.eventlog.run_offsets import ends_now, start_offsets_of
 from rollstream.harness.runs.progress import Progress, evolve
 from rollstream.learner.progress import GroupState, LogState
@@ -35,8 +36,8 @@ class Follower:
         self.progress = Progress(run_id)
         self.num_changes = 0
         """Records of the run so far, those that are not decoded included; its own signs of life apart."""
-        self.num_unreadable = 0
-        """Records with the run's key that are not events."""
+        self.unreadable = ""
+        """The first record with the run's key that is an event of another version, see `unreadable_event`."""
 
     async def advance(self, timeout_s: float) -> Progress:
         """Progress after the next records; the same object if nothing changed within `timeout_s`."""
@@ -67,7 +68,7 @@ class Follower:
             return None
         received = decoded(record, warns=True)
         if received is None:
-            self.num_unreadable += 1
+            self.unreadable = self.unreadable or unreadable_event(record)
             return None
         self.num_changes += not isinstance(received.event, RunContinued)
         return received.event
@@ -91,13 +92,51 @@ async def follow(
     return Follower(log, await log.reader(start), run_id, on_event)
 
 
-async def read_runs(log: EventLog, unreadable: Counter[str] | None = None) -> list[Progress]:
+async def progress_of(log: EventLog, run_id: str) -> Progress:
+    """The progress of one run as far as the log says now, read from where its jobs say that it begins.
+
+    Raises ConfigError if the run does not exist.
+    """
+    follower = await follow(log, run_id)
+    try:
+        progress = await follower.catch_up()
+    finally:
+        await follower.close()
+    if progress.run is None:
+        begin = (await log.begin_offsets("groups"))[0]
+        raise unknown_run(run_id, begin, unreadable=follower.unreadable)
+    return progress
+
+
+async def is_known(log: EventLog, run_id: str) -> bool:
+    """Whether the log has a job or the start of a run. Nothing of other runs is decoded.
+
+    All of the small topic `jobs` is read for a run that it does not have; then `groups`, because a run may have been
+    killed before its first job. The other topics have nothing of such a run.
+    """
+    if await start_offsets_of(log, run_id, ("jobs",)):
+        return True
+    async with contextlib.aclosing(read_to_end(log, "groups")) as records:
+        async for record in records:
+            if record.key == run_id.encode() and kind_of(record) == "run_started":
+                return True
+    return False
+
+
+async def read_runs(
+    log: EventLog,
+    unreadable: Counter[str] | None = None,
+    *,
+    topics: Sequence[str] = TOPICS,
+    skipped: tuple[str, ...] = (),
+) -> list[Progress]:
     """Every run of a log in order of its first record, as far as the log says now.
 
-    `unreadable`: see `read_events`; their runs may be missing.
+    `unreadable`: see `read_events`; their runs may be missing. `topics`, of which `groups` is the first, and `skipped`,
+    further kinds that are passed over undecoded: what the caller does not need of the progress is not read.
     """
     runs: dict[str, Progress] = {}
-    async for received in read_events(log, TOPICS, skipped=MOST_RECORDS, unreadable=unreadable):
+    async for received in read_events(log, topics, skipped=(*MOST_RECORDS, *skipped), unreadable=unreadable):
         event = received.event
         runs[event.run_id] = evolve(runs.get(event.run_id, Progress(event.run_id)), event)
     return [progress for progress in runs.values() if progress.run is not None]

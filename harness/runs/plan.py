@@ -11,7 +11,6 @@ from pydantic import JsonValue
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, record_size, wall_ms
-from rollstream.eventlog.reading import unknown_run
 from rollstream.harness.config import dataset
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_attempts, warn
@@ -19,7 +18,7 @@ from rollstream.harness.config.file import Loaded
 from rollstream.harness.config.jobs import WRITTEN, check_manifests, jobs_of, most_trajectories
 from rollstream.harness.config.resolve import block_of, is_ours
 from rollstream.harness.config.rewards import check_examples, permissions_of
-from rollstream.harness.runs.follower import check_partitions, follow
+from rollstream.harness.runs.follower import check_partitions, is_known, progress_of
 from rollstream.harness.runs.preflight import check_inputs, environment_of, users_code
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.sampling_checks import reads_base_models
@@ -204,12 +203,7 @@ def check_id(run_id: str) -> None:
 
 async def check_new(log: EventLog, run_id: str) -> None:
     """Raises ConfigError if `run_id` is already in use."""
-    follower = await follow(log, run_id)
-    try:
-        progress = await follower.catch_up()
-    finally:
-        await follower.close()
-    if progress.run is not None:
+    if await is_known(log, run_id):
         raise ConfigError(f"--run_id {run_id}: this run already exists; continue it with --resume")
 
 
@@ -285,14 +279,7 @@ async def look_up(log: EventLog, run_id: str) -> Progress:
 
     Raises ConfigError if the run does not exist, TruncatedError if its beginning was removed.
     """
-    follower = await follow(log, run_id)
-    try:
-        progress = await follower.catch_up()
-    finally:
-        await follower.close()
-    if progress.run is None:
-        is_unreadable = follower.num_unreadable > 0
-        raise unknown_run(run_id, (await log.begin_offsets("groups"))[0], is_unreadable=is_unreadable)
+    progress = await progress_of(log, run_id)
     if any(job.started and not job.submitted for job in progress.jobs.values()):
         raise await _cut_off(log, run_id, "jobs")
     if any(progress.version_of(group) < 0 for group in _published_groups(progress)):

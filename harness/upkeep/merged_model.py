@@ -7,7 +7,7 @@ from pathlib import Path
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.config.checks import is_hub_name
-from rollstream.harness.runs.follower import read_runs, versions_of
+from rollstream.harness.runs.follower import progress_of, versions_of
 from rollstream.harness.upkeep.named_version import Target
 from rollstream.schemas.errors import ArtifactError, ConfigError, StoreUnavailableError
 from rollstream.schemas.events import WeightsPublished
@@ -54,8 +54,7 @@ async def published_version(log: EventLog, target: Target) -> tuple[WeightsPubli
     if group.published:
         kept = f"has {min(group.published)} to {max(group.published)}"
     else:
-        runs = [progress for progress in await read_runs(log) if progress.run_id == target.run_id]
-        others = ", ".join(sorted(name for progress in runs for name in progress.published))
+        others = ", ".join(sorted((await progress_of(log, target.run_id)).published))
         kept = f"has none, those of the run are {others}" if others else "has none"
     raise ConfigError(
         f"{target}: there is no such version, the model group {kept}; `rollstream jobs` lists runs and model groups"

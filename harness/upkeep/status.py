@@ -27,7 +27,7 @@ async def read_status(workspace: Workspace, kafka: KafkaSettings) -> str:
         for topic in TOPICS:
             ends |= {TopicPartition(topic, p): end for p, end in (await log.end_offsets(topic)).items()}
         committed = {(group, topics): await log.committed_offsets(group) for group, topics in groups.items()}
-        runs = await read_runs(log)
+        runs = await read_runs(log, topics=("groups", "weights"))
     parts = [
         f"log {kafka.bootstrap_servers}",
         _services(workspace),

@@ -149,7 +149,7 @@ class _Export:
                     self._needs.take(record)
                 await asyncio.to_thread(staging.add, chosen)
         if topic == "groups" and self._needs.started is None:
-            raise unknown_run(self._run_id, self._ranges["groups"][0].begin)
+            raise unknown_run(self._run_id, self._ranges["groups"][0].begin, unreadable=self._needs.unreadable)
         if topic == "batches" and not self._is_partial:
             self._check_kept()
         name = f"{topic}.parquet"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rollstream.eventlog.codec import decode, kind_of
 from rollstream.eventlog.dead_letters import REFERENCE, WHOLE, stored_at
 from rollstream.eventlog.log import Record
+from rollstream.eventlog.reading import unreadable_event
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event, Locator
 from rollstream.schemas.errors import DecodeError, LogError
@@ -68,6 +69,9 @@ class ArtifactNeeds:
     letters: dict[str, ArtifactRef] = field(default_factory=dict[str, ArtifactRef])
     """Bytes of dead letters that were too large for the log, by sha256."""
 
+    unreadable: str = ""
+    """The first record that is an event of another version, see `unreadable_event`."""
+
     def take(self, record: Record) -> None:
         """Take in a record of the run. A record that is not an event needs nothing."""
         headers = dict(record.headers)
@@ -77,11 +81,11 @@ class ArtifactNeeds:
                     with suppress(LogError):  # some other program wrote it
                         ref = stored_at(headers[name])
                         self.letters[ref.sha256] = ref
-        elif kind_of(record) in NAMED:
+        elif kind_of(record) in NAMED or (record.topic == "groups" and self.started is None):
             try:
                 self._take(decode(record).event, record.timestamp_ms)
             except DecodeError:
-                return
+                self.unreadable = self.unreadable or unreadable_event(record)
 
     def artifacts(self, *, with_weights: bool) -> list[Need]:
         """The artifacts to copy, each hash once: the required ones first."""

@@ -332,9 +332,9 @@ def test_unknown_runs_and_ranges_are_refused(run):
         verified(run, epoch=9)
 
 
-@pytest.mark.parametrize("is_unreadable", [False, True])
-def test_an_unknown_or_unreadable_run_names_the_removed_records(is_unreadable):
-    assert "no longer has records before offset 7" in str(unknown_run("run-1", 7, is_unreadable=is_unreadable))
+@pytest.mark.parametrize("unreadable", ["", "groups/0@8 (unknown kind 'x')"])
+def test_an_unknown_or_unreadable_run_names_the_removed_records(unreadable):
+    assert "no longer has records before offset 7" in str(unknown_run("run-1", 7, unreadable=unreadable))
 
 
 def test_a_dataset_that_is_gone_is_named(run, tmp_path):

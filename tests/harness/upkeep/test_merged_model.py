@@ -60,7 +60,7 @@ def test_a_model_group_without_versions_is_answered_with_those_of_the_run(script
         "run-1/policy@21: there is no such version, the model group has none, those of the run are run-1/seekers, "
         "run-1/tellers; "
     )
-    assert "the model group has none; " in asyncio.run(message_of("gone@1"))
+    assert asyncio.run(message_of("gone@1")) == "run gone does not exist; `rollstream runs` lists all runs"
 
 
 def test_a_folder_and_a_hub_name_are_taken(tmp_path: Path) -> None:
