@@ -17,6 +17,8 @@ NICENESS = 10
 """Rollouts and training come first on a shared machine."""
 END_TIMEOUT_S = 15.0
 """Maximum seconds to read the rest of the log when the service is asked to end."""
+SILENCE_S = 1.5
+"""Maximum seconds for each answer of the log then: its broker may be away."""
 MAX_LEFT = 20_000
 """Records that are still projected then; a service that is catching up goes on at its next start."""
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ async def run(log: EventLog, workspace: Path, *, port: int = 0) -> None:
 
 
 async def _finish(projector: Projector, projecting: "asyncio.Task[None]") -> None:
-    projector.stop(max_left=MAX_LEFT)
+    projector.stop(max_left=MAX_LEFT, silence_s=SILENCE_S)
     done, _ = await asyncio.wait({projecting}, timeout=END_TIMEOUT_S)
     if not done:
         logger.warning("the log's end was not reached within %.0f s; the next start continues there", END_TIMEOUT_S)

@@ -8,6 +8,7 @@ nothing and loses nothing.
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class Projector:
         self._recorded: dict[str, int] | None = None
         self._stopping = False
         self._max_left: float = math.inf
+        self._silence_s: float | None = None
         self._wake = asyncio.Event()
         self._moved = asyncio.Condition()
 
@@ -114,30 +116,43 @@ class Projector:
             while not self._stopping:
                 if await self._round(reader, timeout_s=POLL_S) < POLL_RECORDS:
                     await self._pause()
-            ends = await self.ends()
+            await self._finish(reader)
+        finally:
+            await reader.close()
+
+    async def _finish(self, reader: LogReader) -> None:
+        """Project what `stop` says is still to be projected, as long as the log answers."""
+        try:
+            ends = await self.ends(silence_s=self._silence_s)
             left = sum(max(0, offset - self._done.get(where, 0)) for where, offset in ends.items())
             if left > self._max_left:
                 logger.info("stopping %d records before the log's end; the next start continues there", left)
                 return
+            heard = time.monotonic()
             while not self._is_at(ends):
-                await self._round(reader, timeout_s=0.2, is_last=True)
-        finally:
-            await reader.close()
+                if await self._round(reader, timeout_s=0.2, is_last=True):
+                    heard = time.monotonic()
+                elif self._silence_s is not None and time.monotonic() > heard + self._silence_s:
+                    raise TimeoutError
+        except TimeoutError:
+            logger.warning("the log does not answer; the next start continues where this process ends")
 
-    def stop(self, *, max_left: int | None = None) -> None:
+    def stop(self, *, max_left: int | None = None, silence_s: float | None = None) -> None:
         """Let `run` finish with the records that are in the log now, or at once if that is more than `max_left`
-        records.
+        records, or if the log does not answer for `silence_s` seconds.
         """
         self._stopping, self._max_left = True, math.inf if max_left is None else max_left
+        self._silence_s = silence_s
         self._wake.set()
 
-    async def ends(self) -> dict[TopicPartition, int]:
-        """End of the log now: next offset by partition."""
-        return {
-            TopicPartition(topic, partition): offset
-            for topic in TOPICS
-            for partition, offset in (await self._log.end_offsets(topic)).items()
-        }
+    async def ends(self, *, silence_s: float | None = None) -> dict[TopicPartition, int]:
+        """End of the log now: next offset by partition. Raises TimeoutError after `silence_s` without an answer."""
+        found: dict[TopicPartition, int] = {}
+        for topic in TOPICS:
+            async with asyncio.timeout(silence_s):
+                ends = await self._log.end_offsets(topic)
+            found |= {TopicPartition(topic, partition): offset for partition, offset in ends.items()}
+        return found
 
     async def wait_for(self, ends: Mapping[TopicPartition, int]) -> None:
         """Return once everything before `ends` is in the file."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.eventlog.broker.credentials import environment
 from rollstream.eventlog.broker.lock import find_running
 from rollstream.harness.services.liveness import beat, read_sign, read_signs
@@ -284,6 +285,34 @@ def test_topics_with_other_partition_counts_are_refused(kafka: KafkaSettings, tm
 
 
 @pytest.mark.kafka
+@pytest.mark.slow
+@pytest.mark.kafka
+def test_metrics_end_soon_although_the_broker_is_away(tmp_path: Path) -> None:
+    workspace = tmp_path / "workspace"
+    with EmbeddedBroker(tmp_path / "broker") as broker:
+        env = variables(broker.kafka, workspace)
+        with (tmp_path / "log").open("wb") as log:
+            process = subprocess.Popen([*CLI, "serve", "metrics", "--name", "m-1"], env=env, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + 60
+            while "ready (SQL on port" not in (tmp_path / "log").read_text():
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            time.sleep(3)  # until the projector reads
+            os.kill(json.loads((tmp_path / "broker" / "broker" / "broker.json").read_text())["broker_pid"], 9)
+            time.sleep(3)  # until the clients have noticed
+            process.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            assert process.wait(30) == 0, (tmp_path / "log").read_text()
+            took_s = time.monotonic() - began
+        finally:
+            process.kill()
+            process.wait()
+    assert took_s < 8, (tmp_path / "log").read_text()
+    assert "the log does not answer" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.slow
 def test_a_served_broker_that_dies_is_started_again_and_ends_in_order(tmp_path: Path) -> None:
     env = {**os.environ, "ROLLSTREAM_WORKSPACE": str(tmp_path)}
