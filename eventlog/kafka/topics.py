@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
@@ -73,18 +74,12 @@ async def scaled_count(admin: AIOKafkaAdminClient, kafka: KafkaSettings) -> int:
 
 async def check(admin: AIOKafkaAdminClient, kafka: KafkaSettings, num_partitions: int) -> None:
     """Compare every topic with the table and the settings. Raises TopicError naming topic, found and wanted."""
-    replicas: dict[str, int] = {}
-    for topic in TOPICS.values():
-        partitions = await _partitions(admin, kafka, topic.short)
-        found, wanted = len(partitions), num_partitions if topic.scaled else 1
-        name = kafka.topic_name(topic.short)
-        if found != wanted:
-            remedy = "leave num_partitions out, set it to the count found, or use" if topic.scaled else "use"
-            raise TopicError(
-                f"topic {name} has {found} partitions, expected {wanted}; partition counts cannot change during a "
-                f"run, so {remedy} another cluster"
-            )
-        replicas[name] = min(len(partition["replicas"]) for partition in partitions)
+    found = {topic: await _partitions(admin, kafka, topic.short) for topic in TOPICS.values()}
+    _check_counts(kafka, {topic: len(partitions) for topic, partitions in found.items()}, num_partitions)
+    replicas = {
+        kafka.topic_name(topic.short): min(len(partition["replicas"]) for partition in partitions)
+        for topic, partitions in found.items()
+    }
     await _check_replicas(admin, kafka, replicas)
     with log_errors("read the settings of topics", kafka, "DescribeConfigs"):
         resources = [ConfigResource(ConfigResourceType.TOPIC, name) for name in replicas]
@@ -101,9 +96,35 @@ async def check(admin: AIOKafkaAdminClient, kafka: KafkaSettings, num_partitions
                 )
             short = kafka.short_name(name)
             assert short is not None
-            found = {entry[0]: entry[1] for entry in entries}
-            _check_settings(TOPICS[short], name, found)
-            _check_min_insync(kafka, name, int(found["min.insync.replicas"]), replicas[name])
+            values = {entry[0]: entry[1] for entry in entries}
+            _check_settings(TOPICS[short], name, values)
+            _check_min_insync(kafka, name, int(values["min.insync.replicas"]), replicas[name])
+
+
+def _check_counts(kafka: KafkaSettings, counts: Mapping[Topic, int], num_partitions: int) -> None:
+    """Raises TopicError with the remedy: Kafka can add partitions to a topic, but not remove any."""
+    scaled = {kafka.topic_name(topic.short): count for topic, count in counts.items() if topic.scaled}
+    most = max(scaled.values())
+    fewer = [name for name, count in scaled.items() if count < most]
+    for topic, count in counts.items():
+        name, wanted = kafka.topic_name(topic.short), num_partitions if topic.scaled else 1
+        if not topic.scaled and count != wanted:
+            raise TopicError(
+                f"topic {name} has {count} partitions, expected 1; Kafka cannot remove partitions, so set another "
+                "kafka.topic_prefix, for which topics are created, or use another cluster"
+            )
+        if topic.scaled and fewer:
+            raise TopicError(
+                f"topics {', '.join(f'{one} ({number} partitions)' for one, number in scaled.items())} must have "
+                f"equally many partitions, and Kafka cannot remove any; alter {', '.join(fewer)} to {most} "
+                f"(kafka-topics.sh --alter --partitions {most}; runs that began before cannot be resumed), and leave "
+                f"num_partitions out or set it to {most}, or set another kafka.topic_prefix"
+            )
+        if count != wanted:
+            raise TopicError(
+                f"topic {name} has {count} partitions, expected {wanted}; partition counts cannot change during a "
+                "run, so leave num_partitions out, set it to the count found, or use another cluster"
+            )
 
 
 async def count_partitions(admin: AIOKafkaAdminClient, kafka: KafkaSettings, topic: str) -> int:

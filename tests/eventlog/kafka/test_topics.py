@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from rollstream.eventlog.broker.broker import EmbeddedBroker
@@ -86,8 +86,31 @@ def test_missing_topics_get_as_many_partitions_as_the_others_or_six_without_any(
 def test_a_topic_that_is_there_already_with_other_partitions_is_named(workspace: Path) -> None:
     async def main(kafka: KafkaSettings) -> None:
         await with_admin(kafka, lambda admin: admin.create_topics([NewTopic("rollstream.groups.v1", 2, 1)]))
-        with pytest.raises(TopicError, match=r"topic rollstream\.groups\.v1 has 2 partitions, expected 1"):
+        other = r"topic rollstream\.groups\.v1 has 2 partitions, expected 1; .* set another kafka\.topic_prefix"
+        with pytest.raises(TopicError, match=other):
             await ensure(kafka, 3)
+        await ensure(kafka.model_copy(update={"topic_prefix": "other."}), 3)
+
+    with EmbeddedBroker(workspace) as broker:
+        asyncio.run(main(broker.kafka))
+
+
+def test_partitions_that_were_added_to_one_topic_alone_have_a_remedy_that_helps(workspace: Path) -> None:
+    async def main(kafka: KafkaSettings) -> None:
+        await ensure(kafka, 2)
+        await with_admin(kafka, lambda admin: admin.create_partitions({"rollstream.steps.v1": NewPartitions(4)}))
+        remedy = (
+            r"topics rollstream\.tasks\.v1 \(2 partitions\), rollstream\.steps\.v1 \(4 partitions\), .* alter "
+            r"rollstream\.tasks\.v1, rollstream\.trajectories\.v1 to 4 \(kafka-topics\.sh --alter --partitions 4; .*\)"
+            r", and leave num_partitions out or set it to 4"
+        )
+        for num_partitions in (None, 2, 4):
+            with pytest.raises(TopicError, match=remedy):
+                await ensure(kafka, num_partitions)
+        altered = {f"rollstream.{topic}.v1": NewPartitions(4) for topic in ("tasks", "trajectories")}
+        await with_admin(kafka, lambda admin: admin.create_partitions(altered))
+        for num_partitions in (None, 4):
+            await ensure(kafka, num_partitions)
 
     with EmbeddedBroker(workspace) as broker:
         asyncio.run(main(broker.kafka))

@@ -176,7 +176,7 @@ def register() -> None:
     @register_evaluator(config_type=DerivedConfig)
     async def derived(config: DerivedConfig, builder: Any) -> AsyncIterator[Any]:
         function: Any = None if config.takes_trajectories else OfItems().evaluate
-        info = EvaluatorInfo(config=config, evaluate_fn=function, description="derived")
+        info: Any = EvaluatorInfo(config=config, evaluate_fn=function, description="derived")
         if config.takes_trajectories:
             info.evaluate_atif_fn = OfTrajectories().evaluate_atif_fn
         yield info
