@@ -10,7 +10,6 @@ import click
 import pytest
 
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.export import export
 from rollstream.harness.cli.main import rollstream
 from rollstream.metrics.projection.database import Database, connect
 from rollstream.metrics.projection.projector import project_to_end
@@ -60,6 +59,8 @@ def test_a_command_of_the_documents_has_the_options_that_it_is_shown_with(argume
 
 
 def test_exports_of_a_block_write_different_files() -> None:
+    export = rollstream.get_command(click.Context(rollstream), "export")
+    assert export is not None
     for block in command_blocks():
         written = list[str]()
         for command in (one[1:] for one in block if one[0] == "export"):

@@ -1,4 +1,6 @@
-"""Rules about names: a rule has one home, a class one name, a protocol callers; no replaced word, no grab bag."""
+"""Rules about names: one home for a rule, one name for a class, no replaced word, no protocol without callers. No rule
+has its home in a command.
+"""
 
 import re
 from collections import Counter
@@ -20,6 +22,7 @@ from tests.rigs.sources.source_tree import (
     away_from_home,
     classes_in,
     empty_homes,
+    imports_of,
     repeated_classes,
     repeated_files,
     small_with_one_importer,
@@ -104,6 +107,31 @@ def by_file(check: Callable[[Path], list[str]]) -> dict[str, list[str]]:
 def test_a_rule_has_one_home() -> None:
     assert by_file(away_from_home) == {}
     assert empty_homes() == [], "a home that does not have the rule goes"
+
+
+COMMAND_MODULE = re.compile(r"rollstream\.harness\.cli\.(?!main\b|shared_options\b|terminal\b)\w+")
+"""A module of commands; the others are the command line itself and what its commands share."""
+
+
+def command_imports(path: Path, root: Path = ROOT) -> list[str]:
+    """Imports of a module of commands: a rule that others need has its home below, and `rollstream` runs commands."""
+    return [f"{path.relative_to(root)}:{line}" for line, name in imports_of(path) if COMMAND_MODULE.match(name)]
+
+
+def test_only_the_tests_of_commands_import_one() -> None:
+    folders = (ROOT / name for name in ("tests", "benchmarks", "docs", "examples"))
+    paths = [*sources(), *(path for folder in folders for path in sorted(folder.rglob("*.py")))]
+    others = [path for path in paths if path.parent != ROOT / "tests" / "harness" / "cli"]
+    assert [line for path in others for line in command_imports(path)] == []
+
+
+def test_an_import_of_a_command_is_found(tmp_path: Path, plant: Plant) -> None:
+    text = (
+        "from rollstream.harness.cli import main, replay\nfrom rollstream.harness.cli.main import rollstream\n\n\n"
+        "def late():\n    from rollstream.harness.cli.gc import gc\n    import rollstream.harness.cli.terminal\n"
+    )
+    found = command_imports(plant("harness/planted.py", text), tmp_path)
+    assert found == ["harness/planted.py:1", "harness/planted.py:6"]
 
 
 def test_producers_leave_the_threads_of_asyncio_to_users_code() -> None:

@@ -1,7 +1,7 @@
 """Commands `dlq list`, `dlq show` and `dlq redrive`: options and formatting only; `dead_letters` does the work."""
 
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,7 +36,7 @@ def list_letters(
     run: str | None, limit: int | None, as_json: bool, bootstrap_servers: str | None, workspace: Path
 ) -> None:
     """List the dead letters, newest last."""
-    from rollstream.harness.upkeep.dead_letters import read_letters
+    from rollstream.harness.upkeep.dead_letters import read_letters, remedies
     from rollstream.harness.upkeep.run_tables import as_table
 
     letters = _on_the_log(workspace, bootstrap_servers, lambda log: read_letters(log, run=run))
@@ -48,7 +48,7 @@ def list_letters(
     else:
         header = ("number", "time", "record", "service", "stage", "redriven", "reason")
         click.echo(as_table(header, [_row(letter) for letter in letters]))
-        click.echo(f"`dlq show NUMBER` shows one; {_remedies(letters)}", err=True)
+        click.echo(f"`dlq show NUMBER` shows one; {remedies(letters)}", err=True)
 
 
 @dlq.command()
@@ -63,7 +63,7 @@ def show(number: int, limit: int, raw: Path | None, bootstrap_servers: str | Non
     """Show dead letter NUMBER: headers, reason, and the value of its record."""
     from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.eventlog.dead_letters import original
-    from rollstream.harness.upkeep.dead_letters import read_letter
+    from rollstream.harness.upkeep.dead_letters import read_letter, remedies
     from rollstream.schemas.errors import ConfigError
 
     letter, stored = _on_the_log(workspace, bootstrap_servers, lambda log: read_letter(log, number))
@@ -76,7 +76,7 @@ def show(number: int, limit: int, raw: Path | None, bootstrap_servers: str | Non
         raw.write_bytes(record.value)
     click.echo("\n".join(_report(letter, stored, record, limit)))
     if letter.is_line:
-        click.echo(_remedies([letter]), err=True)
+        click.echo(remedies([letter]), err=True)
 
 
 @dlq.command()
@@ -124,16 +124,6 @@ def _on_the_log(
     workspace: Path, bootstrap_servers: str | None, work: "Callable[[EventLog], Coroutine[Any, Any, T]]"
 ) -> T:
     return on_log(Workspace(workspace), bootstrap_servers, "rollstream-dlq", work)
-
-
-def _remedies(letters: "Sequence[Letter]") -> str:
-    """Advice on correcting the records of letters: those of the log, and lines that were to be ingested."""
-    remedies = {
-        False: "`dlq redrive NUMBER --value FILE` sends it corrected",
-        True: "correct the line of a letter of service ingest in its file, and ingest it again",
-    }
-    are_lines = {letter.is_line for letter in letters}
-    return "; ".join(text for is_line, text in remedies.items() if is_line in are_lines)
 
 
 def _row(letter: "Letter") -> tuple[object, ...]:

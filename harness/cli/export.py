@@ -3,19 +3,14 @@
 import asyncio
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from rollstream.harness.cli.shared_options import BOOTSTRAP_SERVERS, RUN, WORKSPACE
 from rollstream.harness.services.live_line import LiveLine
-from rollstream.schemas.errors import TruncatedError
-
-if TYPE_CHECKING:
-    from rollstream.replay.source import RunEvents
 
 
 def _not_nan(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
@@ -127,34 +122,27 @@ def _export_archive(
 ) -> None:
     from rollstream.eventlog.artifacts import ArtifactStore
     from rollstream.eventlog.log import EventLog
-    from rollstream.harness.services.lost_records import check_ends
     from rollstream.harness.services.workspace import Workspace, on_log
-    from rollstream.replay.archive.export import check_new, export_run
+    from rollstream.harness.upkeep.exporting import export_archive
+    from rollstream.replay.archive.export import check_new
     from rollstream.replay.archive.manifest import ExportManifest
-    from rollstream.replay.source import read_run
 
     layout, line = Workspace(workspace), _progress_line()
     check_new(folder)
 
     async def write(log: EventLog) -> ExportManifest:
         try:
-            if not partial:
-                with _partial_proposed():
-                    await check_ends(log, workspace, lambda line: click.echo(line, err=True))
-            events = await read_run(log, run, for_checks=True)
-            if not partial:
-                _check_whole(events)
-            del events  # those of a long run take more memory than the export itself
-            with nullcontext() if partial else _partial_proposed():
-                return await export_run(
-                    log,
-                    run,
-                    folder,
-                    artifacts=ArtifactStore(layout.artifact_uri()),
-                    with_weights=weights,
-                    is_partial=partial,
-                    report=lambda what, done, total: line.show_when_due(f"{what}: {done} of {total}"),
-                )
+            return await export_archive(
+                log,
+                run,
+                folder,
+                workspace=workspace,
+                artifacts=ArtifactStore(layout.artifact_uri()),
+                with_weights=weights,
+                is_partial=partial,
+                warn=_warn,
+                report=lambda what, done, total: line.show_when_due(f"{what}: {done} of {total}"),
+            )
         finally:
             line.clear()
 
@@ -186,94 +174,31 @@ def rebuild(
     From an export, only the rows of its run are rebuilt.
     """
     from rollstream.eventlog.kafka.log import KafkaLog
-    from rollstream.harness.services.lost_records import check_ends
     from rollstream.harness.services.workspace import Workspace, broker_of
+    from rollstream.harness.upkeep.exporting import own_metrics_file, rebuild_exported_metrics, rebuild_metrics
     from rollstream.metrics.rebuild import held
-    from rollstream.metrics.rebuild import rebuild as make_again
-    from rollstream.replay.archive.log import ExportLog, rebuild_exported
-    from rollstream.replay.whole import check_runs
+    from rollstream.replay.archive.log import ExportLog
 
     layout, line = Workspace(workspace), _progress_line()
-    path = _own_file(source, layout.folder) if output is None else output
+    path = own_metrics_file(source, layout.folder) if output is None else output
     with held(path):
         pass  # report this before a broker is started
 
     def show(rows: int) -> None:
         line.show_when_due(f"{rows} rows")
 
-    async def make(log: KafkaLog | ExportLog) -> None:
-        async with log:
-            if source is None and not partial:
-                await check_ends(log, workspace, lambda line: click.echo(line, err=True))
-            try:
-                if source is None and not partial:
-                    for not_ended in await check_runs(log):
-                        click.echo(not_ended, err=True)
-                if isinstance(log, ExportLog):
-                    await rebuild_exported(log, path, report=show)
-                else:
-                    await make_again(log, path, is_partial=partial, report=show)
-            except TruncatedError as error:
-                if source is not None or partial:  # where --partial changes nothing
-                    raise
-                raise TruncatedError(f"{error}; --partial projects what is left") from error
-
     try:
         if source is not None:
-            asyncio.run(make(ExportLog(source)))
+            asyncio.run(rebuild_exported_metrics(ExportLog(source), path, report=show))
         else:
             with broker_of(layout, bootstrap_servers) as kafka:
-                asyncio.run(make(KafkaLog(kafka, client_id="rollstream-rebuild")))
+                log = KafkaLog(kafka, client_id="rollstream-rebuild")
+                asyncio.run(
+                    rebuild_metrics(log, path, workspace=workspace, is_partial=partial, warn=_warn, report=show)
+                )
     finally:
         line.clear()
     click.echo(str(path))
-
-
-def _own_file(source: Path | None, workspace: Path) -> Path:
-    """The metrics file of a workspace, to be made again from an export or its own log.
-
-    Raises MetricsFileError if the file or the log is of another cluster than the export, for then the next run would
-    have no metrics.
-    """
-    from rollstream.eventlog.kafka.topic_ids import clusters_of
-    from rollstream.metrics.projection.database import MetricsFileError, metrics_file
-    from rollstream.metrics.rebuild import check_file
-    from rollstream.replay.archive.manifest import read_manifest
-
-    path = metrics_file(workspace)
-    if source is None:
-        return path
-    cluster_id, used = read_manifest(source).cluster_id, clusters_of(workspace)
-    if used and cluster_id not in used:
-        raise MetricsFileError(
-            f"{path} is for the log of this workspace, which is of cluster {', '.join(sorted(used))}, and the export "
-            f"{source} is of {cluster_id}; give another file with --output, or another --workspace"
-        )
-    if path.exists():
-        try:
-            check_file(path, cluster_id)
-        except MetricsFileError as error:
-            raise MetricsFileError(f"{error}, or give another file with --output") from error
-    return path
-
-
-def _check_whole(events: "RunEvents") -> None:
-    """Say whether the run has not ended. Raises TruncatedError if its events are incomplete."""
-    from rollstream.replay.completeness import check_whole, unended
-
-    if reason := unended(events):
-        click.echo(reason, err=True)
-    with _partial_proposed():
-        check_whole(events)
-
-
-@contextmanager
-def _partial_proposed() -> Iterator[None]:
-    """Add to a TruncatedError that --partial goes on without what is missing."""
-    try:
-        yield
-    except TruncatedError as error:
-        raise TruncatedError(f"{error}; --partial exports what is left") from error
 
 
 def _progress_line() -> LiveLine:
@@ -281,3 +206,7 @@ def _progress_line() -> LiveLine:
     line = LiveLine(sys.stderr)
     line.wait()
     return line
+
+
+def _warn(text: str) -> None:
+    click.echo(text, err=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import click
 
 from rollstream.harness.cli.shared_options import ARTIFACT_URI, BOOTSTRAP_SERVERS, WORKSPACE
-from rollstream.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollstream.harness.upkeep.collecting import UnneededFiles
@@ -31,12 +30,11 @@ def gc(dry_run: bool, artifact_uri: str | None, bootstrap_servers: str | None, w
     from rollstream.eventlog.broker.lock import find_running
     from rollstream.eventlog.kafka.log import KafkaLog
     from rollstream.harness.services.workspace import ARTIFACTS, EMBEDDED, Workspace, broker_of
-    from rollstream.harness.upkeep.collecting import check_no_open_run, find, remove
+    from rollstream.harness.upkeep.collecting import check_no_open_run, check_store, find, remove
 
     layout = Workspace(workspace)
     store = ArtifactStore(artifact_uri or layout.artifact_uri())
-    if store.folder and not store.folder.is_dir() and store.folder != (layout.folder / ARTIFACTS).absolute():
-        raise ConfigError(f"artifact store {store.uri} does not exist; correct --artifact_uri, or mount it")
+    check_store(store, layout.folder / ARTIFACTS)
     is_embedded = (bootstrap_servers or layout.remembered_broker()) == EMBEDDED
 
     async def collect(kafka: "KafkaSettings", *, may_publish: bool) -> "UnneededFiles":

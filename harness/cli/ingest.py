@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from rollstream.harness.cli.shared_options import OVERRIDE, WORKSPACE
+from rollstream.harness.cli.terminal import train
 
 
 @click.command()
@@ -53,7 +54,6 @@ def ingest(
     unless environment_config sets retokenise: true. A line that cannot be used is written to the dead letters
     (rollstream dlq list); the other lines are ingested.
     """
-    from rollstream.harness.cli.finetune import train
     from rollstream.harness.finetune import Request
     from rollstream.harness.recorded.ingest import dead_letter_lines, prepare
 

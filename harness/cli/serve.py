@@ -4,24 +4,16 @@ import asyncio
 import logging
 import os
 import shlex
-import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from rollstream.harness.cli.shared_options import WORKSPACE
 from rollstream.harness.services.concealing import conceal_logs
-from rollstream.harness.services.live_line import LiveLine
 from rollstream.harness.services.log_handlers import StreamHandler
 from rollstream.schemas.errors import ConfigError
-from rollstream.schemas.variables import conceal_variables, variables_in
-
-if TYPE_CHECKING:
-    from rollstream.eventlog.broker.broker import EmbeddedBroker
-    from rollstream.schemas.services import ServiceSettings
+from rollstream.schemas.variables import conceal_variables
 
 SERVICES = ("broker", "producers", "processors", "learner", "metrics", "tracker", "gateway", "endpoint")
 
@@ -58,14 +50,8 @@ def serve(service: str, name: str | None, settings: str | None, allow: tuple[str
         return
     meant = serving.recording(service, given)
     found = serving.settings_of(meant, name or serving.name_of(service, given), given, os.environ)
-    conceal_variables(variables_in([*found.allow, found.artifact_uri]) | _of_section(found))
+    conceal_variables(serving.variables_of(found))
     serving.serve(meant, found)
-
-
-def _of_section(settings: "ServiceSettings") -> frozenset[str]:
-    """Variables named in the settings of an engine or a tracker; they are expanded where it is built."""
-    section = getattr(settings, "engine", None) or getattr(settings, "tracker", None)
-    return frozenset() if section is None else variables_in(section.model_dump(mode="json"))
 
 
 @click.command()
@@ -108,6 +94,7 @@ def _serve_broker(workspace: Path) -> None:
     from rollstream.eventlog.broker.broker import EmbeddedBroker
     from rollstream.eventlog.broker.credentials import environment
     from rollstream.harness.services.liveness import die_with_parent
+    from rollstream.harness.services.serving import keep_broker
 
     die_with_parent(os.environ)
     with EmbeddedBroker(workspace) as broker:
@@ -115,15 +102,4 @@ def _serve_broker(workspace: Path) -> None:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment(broker.kafka).items())
         click.echo(f"for services with this workspace: ROLLSTREAM_BOOTSTRAP_SERVERS={broker.bootstrap_servers}")
         click.echo(f"for services and commands with another workspace: {variables}")
-        asyncio.run(_keep(broker))
-
-
-async def _keep(broker: "EmbeddedBroker") -> None:
-    """Restart a broker that dies, until a signal arrives. Raises BrokerError if it dies too often."""
-    from rollstream.eventlog.broker.watch import keep_running
-
-    watching = asyncio.create_task(keep_running(broker, LiveLine(sys.stdout).print))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, watching.cancel)
-    with suppress(asyncio.CancelledError):
-        await watching
+        asyncio.run(keep_broker(broker))

@@ -6,6 +6,7 @@ called: the environment's own rewards say how a match ends.
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ from rollstream.harness.config.rewards import permissions_of
 from rollstream.harness.runs.preflight import environment_of
 from rollstream.harness.runs.stored_config import check_stored
 from rollstream.producers import Engine, run_rollout
+from rollstream.producers.engines.table import new_engine
 from rollstream.producers.league.draw import frozen_player, seats_of
 from rollstream.producers.league.opponents import OpponentWeights
-from rollstream.replay.source import RunEvents, of_type
+from rollstream.replay.source import RunEvents, Source, of_type, read_run
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.config import RunConfig
@@ -57,6 +59,15 @@ class Rematch(NamedTuple):
     """Index of the first move that is not the recorded one."""
     changed: dict[str, str]
     """Versions that played a seat whose weights changed during the recorded rollout, which is not compared then."""
+
+
+def read_versions(text: str) -> list[tuple[str, str]]:
+    """Seats and players of `X=3,O=perfect`. Raises ConfigError."""
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    for seat, equals, player in pairs:
+        if not (seat and equals and player):
+            raise ConfigError(f"--versions {text}: give seats and players as SEAT=PLAYER, for example X=3,O=perfect")
+    return [(seat.strip(), player.strip()) for seat, _, player in pairs]
 
 
 def config_of(events: RunEvents, *, trust: bool) -> RunConfig:
@@ -182,6 +193,55 @@ async def play(
     }
     difference = _first_difference(moves, before) if rollout_id and not changed else None
     return Rematch(task.group_id, member, players, moves, _rewards(played), rollout_id, difference, changed)
+
+
+async def play_recorded(
+    source: Source,
+    artifacts: ArtifactStore,
+    run: str,
+    *,
+    task: str,
+    member: int,
+    versions: list[tuple[str, str]],
+    trust: bool,
+) -> Rematch:
+    """Play a match of a source's run again, on an engine of its own; `artifacts`: those of the topics.
+
+    Raises what `config_of`, `task_of` and `play` raise.
+    """
+    async with source.open() as (log, exported):
+        events = await read_run(log, run)
+        config = config_of(events, trust=trust)
+        asked = task_of(events, task)
+        engine = new_engine(engine_settings(config), os.environ)
+        try:
+            await engine.start()
+            return await play(
+                log, events, exported or artifacts, engine, config, task=asked, member=member, versions=versions
+            )
+        finally:
+            await engine.close()
+
+
+def lines_of(played: Rematch) -> Iterable[str]:
+    """The match as text, a move a line."""
+    yield f"match {played.group_id}, member {played.member}"
+    for seat, player in played.players.items():
+        yield f"  {seat}: {player}"
+    for number, move in enumerate(played.moves, 1):
+        yield f"{number:4}. {move.agent}: {move.output}"
+    for name, sums in played.rewards.items():
+        yield f"{name}: " + ", ".join(f"{agent} {value:g}" for agent, value in sums.items())
+    if played.first_difference is not None:
+        yield f"different: move {played.first_difference + 1} is not that of the recorded rollout {played.recorded}"
+    elif played.changed:
+        seats = ", ".join(f"{seat} by versions {versions}" for seat, versions in played.changed.items())
+        yield (
+            f"not compared: the weights changed during the recorded rollout {played.recorded}, which played {seats}; "
+            "this match has the oldest version of each"
+        )
+    elif played.recorded:
+        yield f"equal: {played.recorded} was recorded with the same moves, token by token"
 
 
 def _closed(events: RunEvents, task: TaskRequested) -> GroupClosed | None:

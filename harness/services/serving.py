@@ -23,6 +23,7 @@ from rollstream.eventlog.broker.broker import own_block
 from rollstream.eventlog.kafka.topic_ids import Found, check_topics, watch_topics
 from rollstream.eventlog.private import make_private
 from rollstream.harness.services.committed_offsets import check_committed, remember_committed
+from rollstream.harness.services.live_line import LiveLine
 from rollstream.harness.services.liveness import PARENT, beat, die_with_parent, leave_terminal
 from rollstream.harness.services.optional_dependencies import skip_unused_libraries
 from rollstream.harness.services.sole_use import sole_name
@@ -44,6 +45,7 @@ from rollstream.schemas.services import (
 from rollstream.schemas.variables import conceal_variables, expand, variables_in
 
 if TYPE_CHECKING:
+    from rollstream.eventlog.broker.watch import Broker
     from rollstream.eventlog.kafka.log import KafkaLog
 
 KINDS: dict[str, type[ServiceSettings]] = {
@@ -176,6 +178,24 @@ def serve(service: str, settings: ServiceSettings) -> None:
     if service == "learner" and module.follows(settings):
         return
     asyncio.run(leaving_nobody(service, run_until_stopped(service, settings, module.serve)))
+
+
+def variables_of(settings: ServiceSettings) -> frozenset[str]:
+    """Variables that a service's settings name; those of an engine or a tracker are expanded where it is built."""
+    section = getattr(settings, "engine", None) or getattr(settings, "tracker", None)
+    named = variables_in([*settings.allow, settings.artifact_uri])
+    return named if section is None else named | variables_in(section.model_dump(mode="json"))
+
+
+async def keep_broker(broker: "Broker") -> None:
+    """Restart a broker that dies, until a signal arrives. Raises BrokerError if it dies too often."""
+    from rollstream.eventlog.broker.watch import keep_running
+
+    watching = asyncio.create_task(keep_running(broker, LiveLine(sys.stdout).print))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, watching.cancel)
+    with suppress(asyncio.CancelledError):
+        await watching
 
 
 def _start_ranks(settings: LearnerSettings) -> None:

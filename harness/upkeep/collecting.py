@@ -109,6 +109,12 @@ async def remove(log: EventLog, store: ArtifactStore, unneeded: UnneededFiles) -
             leftover.path.unlink(missing_ok=True)
 
 
+def check_store(store: ArtifactStore, own: Path) -> None:
+    """Raises ConfigError if a store's folder does not exist, unless it is the workspace's own, which a run creates."""
+    if store.folder and not store.folder.is_dir() and store.folder != own.absolute():
+        raise ConfigError(f"artifact store {store.uri} does not exist; correct --artifact_uri, or mount it")
+
+
 def check_no_open_run(unneeded: UnneededFiles, address: str) -> None:
     """Raises ConfigError if a learner that another command started may be about to publish."""
     if unneeded.open_runs:

@@ -132,6 +132,16 @@ async def send(log: EventLog, prepared: Iterable[Redrive]) -> list[Position]:
     return [await dead_letters.send_again(log, one.record, one.letter.number) for one in prepared]
 
 
+def remedies(letters: Sequence[Letter]) -> str:
+    """Advice on correcting the records of letters: those of the log, and lines that were to be ingested."""
+    texts = {
+        False: "`dlq redrive NUMBER --value FILE` sends it corrected",
+        True: "correct the line of a letter of service ingest in its file, and ingest it again",
+    }
+    are_lines = {letter.is_line for letter in letters}
+    return "; ".join(text for is_line, text in texts.items() if is_line in are_lines)
+
+
 def _corrected(record: Record, value: bytes | None) -> Record:
     """The record with another value; key and event headers are derived from it if it is an event.
 

@@ -1,9 +1,11 @@
-"""Tables of runs and jobs, as commands print them."""
+"""Tables of runs and jobs, and one job in full, as commands print them."""
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from rollstream.harness.runs.progress import JobProgress, Progress, by_group, rewards_of
+from rollstream.learner.shared_model_group import FineTuneJob
 from rollstream.metrics.sql.table import table
 from rollstream.schemas import ids
 from rollstream.schemas.events.run_states import JobState, job_state, run_state
@@ -66,6 +68,34 @@ def jobs_table(runs: Sequence[Progress], model_group: str | None = None) -> str:
         if (named := job.submitted or job.skipped) and model_group in (None, named.model_group)
     ]
     return as_table(JOBS_COLUMNS, rows) if rows else "no jobs yet"
+
+
+def job_lines(job: FineTuneJob) -> list[str]:
+    """A job in full, a field a line."""
+    submitted, fields = job.submitted, dict[str, Any]()
+    fields |= {"job": job.job_id, "state": job.state, "progress": f"{job.progress:g} %"}
+    if submitted is not None:
+        settings = submitted.settings
+        fields |= {"model_group": submitted.model_group, "kind": settings.kind, "algorithm": settings.algorithm.name}
+        fields |= {"base_version": submitted.base_version, "versions": settings.num_versions}
+    fields["final_version"] = job.final_version
+    fields["adopted"] = None if job.switched_to is None else f"version {job.switched_to}"
+    fine_tune = None if submitted is None else submitted.fine_tune
+    if fine_tune is not None:
+        fields |= {
+            "name": fine_tune.name or None,
+            "agents": ", ".join(fine_tune.agents),
+            "examples": fine_tune.num_examples,
+            "batches": f"{fine_tune.first_batch} to {fine_tune.num_batches}"
+            if fine_tune.attempt
+            else fine_tune.num_batches,
+            "attempt": fine_tune.attempt,
+            "parent_version": fine_tune.parent_version,
+            "deadline_s": fine_tune.deadline_s,
+            "data": fine_tune.data.uri,
+        }
+    fields["error"] = job.error or None
+    return [f"{name:<15} {value}" for name, value in fields.items() if value is not None]
 
 
 def state_of_job(progress: Progress, job: JobProgress) -> JobState:

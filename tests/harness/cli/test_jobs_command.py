@@ -16,10 +16,11 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import Record, TopicPartition
 from rollstream.eventlog.memory.groups import MemoryReader
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.job_commands import ListByDefault, cancel_job, chosen_runs, find_job, lines_of
+from rollstream.harness.cli.job_commands import ListByDefault
 from rollstream.harness.runs.follower import read_runs
 from rollstream.harness.runs.plan import check_new, look_up
-from rollstream.harness.upkeep.run_tables import jobs_table
+from rollstream.harness.upkeep.run_control import cancel_job, chosen_runs, find_job
+from rollstream.harness.upkeep.run_tables import job_lines, jobs_table
 from rollstream.replay.archive.export import export_run
 from rollstream.replay.source import read_run
 from rollstream.schemas.errors import ConfigError
@@ -44,7 +45,7 @@ def test_a_job_is_listed_by_run_and_by_model_group_and_shown(rig: GroupRig) -> N
             assert [line.split()[:5] for line in table.splitlines()[1:]] == [
                 [RUN, job_id.removeprefix(f"{RUN}/"), "sft", "running", GROUP]
             ]
-        reported = dict(line.split(maxsplit=1) for line in lines_of(await find_job(rig.log, job_id)))
+        reported = dict(line.split(maxsplit=1) for line in job_lines(await find_job(rig.log, job_id)))
         assert reported.pop("data").endswith(".jsonl")
         assert reported == {
             "job": job_id,
@@ -142,7 +143,7 @@ def test_a_cancelled_job_is_over_for_its_group_too(rig: GroupRig) -> None:
             with pytest.raises(ConfigError, match=rf"job {job_id} is over \(cancelled\); only an open job"):
                 await cancel_job(rig.log, job_id)
         assert len(await rig.events("jobs", JobCancelled)) == 1
-        assert "error           cancelled: cancelled by" in "\n".join(lines_of(await find_job(rig.log, job_id)))
+        assert "error           cancelled: cancelled by" in "\n".join(job_lines(await find_job(rig.log, job_id)))
 
     asyncio.run(body())
 
@@ -151,7 +152,7 @@ def test_a_skipped_job_is_shown_with_the_reason(rig: GroupRig) -> None:
     async def body() -> None:
         async with await rig.open(min_examples=10) as group:
             job_id = await group.create_supervised_fine_tune_job(SFT)
-        reported = "\n".join(lines_of(await find_job(rig.log, job_id)))
+        reported = "\n".join(job_lines(await find_job(rig.log, job_id)))
         assert "state           skipped" in reported
         assert "error           skipped: 2 examples, at least 10 are needed" in reported
 

@@ -10,14 +10,15 @@ import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.finetune import _interruption, stopped_line
 from rollstream.harness.cli.main import one_line
+from rollstream.harness.cli.terminal import interruption_line
 from rollstream.harness.finetune import Interrupted, _Conducted, _resumable
 from rollstream.harness.runs.outcome import Outcome
 from rollstream.harness.runs.plan import RunPlan
 from rollstream.harness.runs.progress import Progress, evolve
 from rollstream.harness.runs.run_context import RunContext
 from rollstream.harness.services.supervisor import Supervisor
+from rollstream.harness.upkeep.run_control import stopped_line
 from rollstream.schemas.errors import LogError, StoreUnavailableError
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "/data/out")
@@ -46,22 +47,22 @@ def test_an_error_of_an_open_run_has_the_command_that_resumes_it(error: Exceptio
 
 
 def test_an_interrupted_run_can_be_resumed_only_once_the_log_has_it(run: RunContext) -> None:
-    early = _interruption(Interrupted(signal.SIGINT, _Conducted(run, is_open=True)), None)
+    early = interruption_line(Interrupted(signal.SIGINT, _Conducted(run, is_open=True)), None)
     assert early == "interrupted before run run-1 was begun; nothing was started"
     run.begun.set()
-    assert RESUMES in _interruption(Interrupted(signal.SIGINT, _Conducted(run, is_open=True)), None)
+    assert RESUMES in interruption_line(Interrupted(signal.SIGINT, _Conducted(run, is_open=True)), None)
 
 
 def test_an_interruption_after_the_runs_end_reports_whether_its_model_is_saved(run: RunContext) -> None:
     run.begun.set()
     ended = Outcome("run-1", "completed", 3, output_dir=Path("/models/mine"))
     conducted = _Conducted(run, outcome=ended)
-    reported = _interruption(Interrupted(signal.SIGINT, conducted), None)
+    reported = interruption_line(Interrupted(signal.SIGINT, conducted), None)
     assert reported == "interrupted; run run-1 has ended (completed); its model is saved in /models/mine"
     conducted.outcome = ended._replace(status="failed", output_dir=None)
-    reported = _interruption(Interrupted(signal.SIGINT, conducted), None)
+    reported = interruption_line(Interrupted(signal.SIGINT, conducted), None)
     assert reported == "interrupted; run run-1 has ended (failed); no model was saved"
-    reported = _interruption(Interrupted(signal.SIGINT, _Conducted(run)), "run-1")
+    reported = interruption_line(Interrupted(signal.SIGINT, _Conducted(run)), "run-1")
     assert reported == (
         "interrupted; run run-1 has ended, and its model may not be saved: `rollstream finetune --config_file FILE "
         "--resume run-1` saves it"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rollstream.harness.cli.job_commands import find_job
 from rollstream.harness.components import epochs, run_completion
 from rollstream.harness.components.build import components_of
 from rollstream.harness.components.conduct import conduct_components
@@ -18,6 +17,7 @@ from rollstream.harness.config.registry import register_trajectory_builder
 from rollstream.harness.runs import outcome as ending
 from rollstream.harness.runs.outcome import Outcome
 from rollstream.harness.runs.plan import look_up
+from rollstream.harness.upkeep.run_control import find_job
 from rollstream.harness.upkeep.run_tables import jobs_table
 from rollstream.metrics.projection.database import connect
 from rollstream.metrics.projection.projector import project_to_end

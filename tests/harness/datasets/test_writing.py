@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner, Result
 from nat.atif import Trajectory
 
-from rollstream.harness.cli.export import export as export_command
 from rollstream.harness.cli.main import rollstream
 from rollstream.harness.datasets.writing import FORMATS
 from rollstream.replay.archive.manifest import read_manifest
@@ -47,7 +46,9 @@ def test_every_format_has_the_run_s_rollouts(tmp_path: Path) -> None:
 
 
 def test_the_command_offers_every_format() -> None:
-    (kind,) = [option.type for option in export_command.params if option.name == "format"]
+    command = rollstream.get_command(click.Context(rollstream), "export")
+    assert command is not None
+    (kind,) = [option.type for option in command.params if option.name == "format"]
     assert isinstance(kind, click.Choice)
     assert list(kind.choices) == list(FORMATS)
 

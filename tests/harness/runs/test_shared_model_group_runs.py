@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.harness.cli.finetune import stopped_line
 from rollstream.harness.runs.follower import read_runs
 from rollstream.harness.runs.plan import look_up
 from rollstream.harness.runs.stored_config import check_stored
 from rollstream.harness.upkeep.named_version import parse_target
 from rollstream.harness.upkeep.rollback_request import rollback_request
+from rollstream.harness.upkeep.run_control import stopped_line
 from rollstream.harness.upkeep.run_tables import runs_table
 from rollstream.replay.archive.export import export_run
 from rollstream.schemas.errors import ConfigError, TruncatedError

@@ -17,7 +17,7 @@ from rollstream.eventlog.broker.ports import answers
 from rollstream.eventlog.broker.restarts import MAX_RESTARTS
 from rollstream.eventlog.broker.watch import MIN_FREE_BYTES, keep_running
 from rollstream.eventlog.kafka.log import KafkaLog
-from rollstream.harness.cli import serve
+from rollstream.harness.services.serving import keep_broker
 from rollstream.schemas.errors import BrokerError, BrokerLostError
 from rollstream.schemas.events import RunEnded
 
@@ -215,7 +215,7 @@ def test_the_service_of_a_broker_goes_on_though_its_output_is_refused(
     broker = Doomed(tmp_path, "r")
 
     async def scenario() -> None:
-        serving = asyncio.create_task(serve._keep(broker))  # pyright: ignore[reportArgumentType]
+        serving = asyncio.create_task(keep_broker(broker))
         while not broker.is_running:
             await asyncio.sleep(0.01)
             if serving.done():

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.eventlog.broker.lock import find_running
 from rollstream.eventlog.broker.ports import answers
-from rollstream.harness.cli.gc import gc
+from rollstream.harness.cli.main import rollstream
 from rollstream.harness.services.workspace import AttachedBroker, Workspace, embedded_broker
 from rollstream.schemas.errors import ConfigError
 from rollstream.schemas.kafka import KafkaSettings
@@ -80,7 +80,6 @@ def test_a_command_that_started_a_broker_and_failed_leaves_it_to_the_others(tmp_
 
 OWNER = """
 import pathlib, signal, sys
-from rollstream.harness.cli.gc import gc
 from rollstream.harness.services.workspace import Workspace, embedded_broker
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 with embedded_broker(Workspace(pathlib.Path(sys.argv[1]))):
@@ -255,10 +254,11 @@ def test_a_relative_store_beside_the_workspace_is_found_after_both_were_moved(
 
 def test_gc_refuses_a_configured_store_that_does_not_exist(tmp_path: Path) -> None:
     Workspace(tmp_path).remember_broker("embedded", artifact_uri=str(tmp_path / "gone"))
+    asked = ["gc", "--dry-run", "-w"]
     with pytest.raises(ConfigError, match=r"artifact store .*gone does not exist; correct"):
-        raise CliRunner().invoke(gc, ["--dry-run", "-w", str(tmp_path)]).exception or AssertionError
+        raise CliRunner().invoke(rollstream, [*asked, str(tmp_path)]).exception or AssertionError
     with pytest.raises(ConfigError, match="has no runs yet"):  # with its own store, which is made when needed
-        raise CliRunner().invoke(gc, ["--dry-run", "-w", str(tmp_path / "new")]).exception or AssertionError
+        raise CliRunner().invoke(rollstream, [*asked, str(tmp_path / "new")]).exception or AssertionError
 
 
 @pytest.mark.parametrize("is_configured", [True, False])

@@ -14,10 +14,9 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import REDRIVEN_FROM, original, send_dead_letter
 from rollstream.eventlog.log import Headers, Position, TopicPartition, format_position, partition_of
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.dlq import _remedies
 from rollstream.harness.recorded.ingest import send_letters
 from rollstream.harness.recorded.lines import BadLine
-from rollstream.harness.upkeep.dead_letters import Letter, Redrive, prepare, read_letter, read_letters, send
+from rollstream.harness.upkeep.dead_letters import Letter, Redrive, prepare, read_letter, read_letters, remedies, send
 from rollstream.schemas.errors import DecodeError, LogError, RollstreamError
 from rollstream.schemas.events import RewardRecorded, Tick
 from rollstream.schemas.topics import MIB
@@ -224,11 +223,11 @@ def test_a_line_that_was_to_be_ingested_is_refused_with_what_to_do() -> None:
             await redrive(log, 0, value=GOOD.value)
         (letter,) = await read_letters(log)
         assert letter.runs == frozenset()
-        assert _remedies([letter]) == "correct the line of a letter of service ingest in its file, and ingest it again"
+        assert remedies([letter]) == "correct the line of a letter of service ingest in its file, and ingest it again"
         number = await add_dead_letter(log, b"{")
         letters = await read_letters(log)
-        assert _remedies(letters[1:]) == "`dlq redrive NUMBER --value FILE` sends it corrected"
-        assert _remedies(letters) == f"{_remedies(letters[1:])}; {_remedies(letters[:1])}"
+        assert remedies(letters[1:]) == "`dlq redrive NUMBER --value FILE` sends it corrected"
+        assert remedies(letters) == f"{remedies(letters[1:])}; {remedies(letters[:1])}"
         assert letters[1].number == number
 
     asyncio.run(go())

@@ -9,7 +9,7 @@ import pytest
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import Encoded, Position
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.job_commands import find_job
+from rollstream.harness.upkeep.run_control import find_job
 from rollstream.learner.shared_model_group import JobStateError, SharedModelGroup, fine_tune_job
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ConfigError, LogError

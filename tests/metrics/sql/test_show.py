@@ -15,9 +15,7 @@ from click.testing import CliRunner
 
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.log import Record
-from rollstream.harness.cli.inspect import plot as plot_command
-from rollstream.harness.cli.inspect import sql as sql_command
-from rollstream.harness.cli.main import one_line
+from rollstream.harness.cli.main import one_line, rollstream
 from rollstream.learner.untrained import OUTCOMES
 from rollstream.metrics.plot import epochs_with_reward, moving_mean, plot_run, reward_figure
 from rollstream.metrics.projection.database import Database
@@ -187,7 +185,7 @@ def test_the_command_gives_as_many_rows_as_it_is_asked_for(tmp_path: Path, synth
     fill(tmp_path, synthetic.all_events())
     options = ["SELECT * FROM range(12000)", "--format", "csv", "--workspace", str(tmp_path)]
     for limit, num_rows in (([], 10_000), (["--limit", "11000"], 11_000), (["--limit", "12000"], 12_000)):
-        answer = CliRunner().invoke(sql_command, [*options, *limit])
+        answer = CliRunner().invoke(rollstream, ["sql", *options, *limit])
         assert len(answer.stdout.splitlines()) == 1 + num_rows
         assert ("raise --limit" in answer.stderr) == (num_rows < 12_000)
 
@@ -245,11 +243,11 @@ def test_a_full_disk_is_reported_with_the_file_and_the_remedy(tmp_path: Path, sy
     synthetic.num_epochs = 2
     fill(tmp_path, synthetic.all_events())
     workspace = ["--workspace", str(tmp_path)]
-    for command, options in (
-        (sql_command, ["SELECT 1", "--output", "/dev/full"]),
-        (plot_command, [synthetic.run_id, "-o", "/dev/full"]),
+    for arguments in (
+        ["sql", "SELECT 1", "--output", "/dev/full"],
+        ["plot", synthetic.run_id, "-o", "/dev/full"],
     ):
-        error = CliRunner().invoke(command, [*options, *workspace]).exception
+        error = CliRunner().invoke(rollstream, [*arguments, *workspace]).exception
         assert error is not None
         message = "/dev/full: No space left on device; free some space there, or write to another disk"
         assert one_line(error) == message

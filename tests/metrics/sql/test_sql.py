@@ -19,8 +19,7 @@ from click.testing import CliRunner
 
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.inspect import plot as plot_command
-from rollstream.harness.cli.inspect import sql as sql_command
+from rollstream.harness.cli.main import rollstream
 from rollstream.metrics import service
 from rollstream.metrics.projection import projector
 from rollstream.metrics.projection.database import Database
@@ -294,9 +293,9 @@ def test_without_waiting_the_metrics_answer_though_the_broker_does_not(tmp_path:
         with pytest.raises(QueryError, match="no broker answers; add --no-wait to query what the metrics have"):
             query(tmp_path, "SELECT 1")
         options = ["--no-wait", "--workspace", str(tmp_path)]
-        answer = CliRunner().invoke(sql_command, ["SELECT run_id FROM runs", "--format", "csv", *options])
+        answer = CliRunner().invoke(rollstream, ["sql", "SELECT run_id FROM runs", "--format", "csv", *options])
         assert answer.stdout.split() == ["run_id", synthetic.run_id]
-        drawn = CliRunner().invoke(plot_command, [synthetic.run_id, "-o", str(tmp_path / "run.png"), *options])
+        drawn = CliRunner().invoke(rollstream, ["plot", synthetic.run_id, "-o", str(tmp_path / "run.png"), *options])
         assert drawn.exception is None
         log.is_away = False
 

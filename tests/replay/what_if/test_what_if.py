@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rollstream.eventlog.codec import decode
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.reading import read_to_end
-from rollstream.harness.cli import replay as command
+from rollstream.harness.cli.main import rollstream
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import forget
 from rollstream.harness.replays import run as replays
@@ -372,8 +372,8 @@ def test_changed_keys_without_an_effect_on_a_what_if_are_printed(recorded, monke
     monkeypatch.setattr(workspace, "broker_of", lambda *_: nullcontext(None))
     monkeypatch.setattr(replays, "Source", lambda _: SimpleNamespace(open=lambda: nullcontext((recorded.log, None))))
     monkeypatch.setattr(replays, "ArtifactStore", lambda _: recorded.artifacts)
-    options = ["--bootstrap_servers", "localhost:1", "--workspace", str(tmp_path), "--trust"]
-    result = CliRunner().invoke(command.replay, ["replayed", "--what-if", str(file), *options], catch_exceptions=False)
+    options = ["--bootstrap_servers", "localhost:1", "--workspace", str(tmp_path), "--trust", "--what-if", str(file)]
+    result = CliRunner().invoke(rollstream, ["replay", "replayed", *options], catch_exceptions=False)
     named = [one.partition(": accepted")[0] for one in result.output.splitlines() if "accepted, but ignored" in one]
     assert named == [
         "trainer_adapters.learner.artifact_uri",

@@ -10,7 +10,7 @@ import yaml
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.replay import replay
+from rollstream.harness.cli.main import rollstream
 from rollstream.harness.replays.what_if import what_if
 from rollstream.learner.tiny_model import make_tiny_model
 from rollstream.metrics.sql.result import Result
@@ -244,7 +244,7 @@ def test_invalid_options_are_refused_before_a_broker_is_started(recorded, elsewh
         (["other", "--verify", *kept], "holds run replayed, not other"),
     ):
         with pytest.raises(ConfigError, match=reported):
-            replay.main(arguments, standalone_mode=False)
+            rollstream.main(["replay", *arguments], standalone_mode=False)
     assert not workspace.exists()
 
 
