@@ -66,7 +66,7 @@ class Permissions(NamedTuple):
     def check_url(self, url: str, location: str) -> None:
         """Raises NotAllowedError for a URL that is neither listed nor below one that is, ConfigError for no URL."""
         if not URL.match(url):
-            raise ConfigError(f"{location}: {shown(self.conceal(url))} must be a URL like http://host:8000")
+            raise ConfigError(f"{location}: {quoted(self.conceal(url))} must be a URL like http://host:8000")
         asked = _split(url)
         listed = (_split(entry) for entry in self.allow if URL.match(entry))
         if asked is None or not any(base is not None and _is_below(asked, base) for base in listed):
@@ -122,7 +122,7 @@ def entries_in(text: str) -> tuple[str, ...]:
         return tuple(words)
     except ValueError as error:
         raise ConfigError(
-            f"a quote or backslash in {shown(text)} has no end; quote whole entries of {ALLOW_VARIABLE}, as in "
+            f"a quote or backslash in {quoted(text)} has no end; quote whole entries of {ALLOW_VARIABLE}, as in "
             "'command:PROGRAM ARGUMENTS'"
         ) from error
 
@@ -137,7 +137,7 @@ def check_entry(entry: str) -> None:
     ):
         return
     raise ConfigError(
-        f"{shown(entry)} cannot be allowed; give python:module.attribute, 'command:PROGRAM ARGUMENTS', ${{VARIABLE}}, "
+        f"{quoted(entry)} cannot be allowed; give python:module.attribute, 'command:PROGRAM ARGUMENTS', ${{VARIABLE}}, "
         "http://host:port/path, model:PATH or file:PATH"
     )
 
@@ -185,10 +185,10 @@ def named_by_teacher(algorithm: AlgorithmSettings) -> frozenset[str]:
     return named_by_model(teacher.path) | frozenset(filter(None, (teacher.url,)))
 
 
-def shown(text: str) -> str:
+def quoted(text: str) -> str:
     """A text that somebody else chose, for an error: quoted, without control characters, and cut."""
-    quoted = json.dumps(text, ensure_ascii=True)
-    return quoted if len(quoted) <= _MAX_SHOWN else f"{quoted[: _MAX_SHOWN - 4]}..."
+    literal = json.dumps(text, ensure_ascii=True)
+    return literal if len(literal) <= _MAX_SHOWN else f"{literal[: _MAX_SHOWN - 4]}..."
 
 
 def _named(settings: RolloutSettings) -> Iterator[str]:
@@ -243,7 +243,7 @@ def _expanded(entry: str, env: Mapping[str, str]) -> str:
 
 
 def _refused(location: str, name: str) -> NotAllowedError:
-    return NotAllowedError(f"{location}: {shown(name)} is not allowed by this process's settings; {REMEDY}")
+    return NotAllowedError(f"{location}: {quoted(name)} is not allowed by this process's settings; {REMEDY}")
 
 
 def _is_url(text: str) -> bool:

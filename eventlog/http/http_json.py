@@ -205,7 +205,7 @@ class HttpServer:
         status, body = answered.status, answered.body
         if 200 <= status < 300:
             return body
-        shown_answer = f"answered {status} {shown(body)}"
+        shown_answer = f"answered {status} {excerpt(body)}"
         if status in TRY_AGAIN or status >= 500:
             raise TryAgainError(shown_answer, retry_after(answered.headers), status=status)
         if status in (401, 403):
@@ -221,7 +221,7 @@ class HttpServer:
         try:
             return decoded(body)
         except (ValueError, RecursionError) as error:
-            raise self.error(f"answered with invalid JSON: {shown(body)}; check base_url") from error
+            raise self.error(f"answered with invalid JSON: {excerpt(body)}; check base_url") from error
 
     def error(self, message: str) -> ModelError:
         """An error of this server. Its message does not show the key, even if the server's answer does."""
@@ -271,7 +271,7 @@ def proxy_of(url: str, env: Mapping[str, str]) -> Proxy | None:
     return Proxy(proxy_url, f"Basic {basic_credentials(user_info)}" if user_info else "")
 
 
-def shown(body: object) -> str:
+def excerpt(body: object) -> str:
     """Quote a server's answer in one line of bounded length."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     return repr(one_line(text, SHOWN_CHARS))

@@ -25,7 +25,7 @@ from rollstream.schemas.config import RunConfig, TrainerSection
 from rollstream.schemas.errors import ConfigError, ModelError
 from rollstream.schemas.events.training import AttemptOutcome, GroupClosed, MemberRef
 from rollstream.schemas.finetuning import FinetuneConfig, adapter_path, builder_path, trainer_path
-from rollstream.schemas.permissions import COMMAND, URL, shown
+from rollstream.schemas.permissions import COMMAND, URL, quoted
 from rollstream.schemas.settings import JobSpec, Sampling
 from rollstream.schemas.topics import TOPICS
 from rollstream.schemas.variables import expand, is_secret_name, one_line
@@ -280,7 +280,7 @@ def check_teacher_settings(
     if teacher.url and (algorithm.temperature, sampling.temperature, sampling.top_p, sampling.top_k) != (1, 1, 1, 0):
         raise ConfigError(f"{location}_url: {AS_SAMPLED}")
     if teacher.url and not URL.match(teacher.url):
-        raise ConfigError(f"{location}_url: {shown(teacher.url)} must be a URL like http://host:8000")
+        raise ConfigError(f"{location}_url: {quoted(teacher.url)} must be a URL like http://host:8000")
 
     if teacher.path in served:
         raise ConfigError(

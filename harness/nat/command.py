@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from rollstream.harness.config.yaml import apply_overrides, read_yaml
-from rollstream.harness.services.concealing import shown
+from rollstream.harness.services.concealing import conceal_and_escape
 
 _CONCEALED = "rollstream.harness.nat.command.concealed"
 """Key in a command's `meta`: its last error is concealed already."""
@@ -48,7 +48,7 @@ def _conceal() -> None:
     """NAT converts every error to a ClickException; click prints its message after the command's context is closed."""
     error = sys.exception()
     if isinstance(error, click.ClickException):
-        error.message = shown(error.message)
+        error.message = conceal_and_escape(error.message)
 
 
 def _params() -> dict[str, Any]:

@@ -35,7 +35,7 @@ from rollstream.harness.nat.handover import (
     repair,
 )
 from rollstream.harness.runs.run_handle import RunHandle, open_handle, opened
-from rollstream.harness.services.concealing import shown
+from rollstream.harness.services.concealing import conceal_and_escape
 from rollstream.producers.rollout.user_code import find_users_modules, import_installed
 from rollstream.schemas.errors import RunFailedError, describe
 from rollstream.schemas.finetuning import TrainingStatusEnum
@@ -146,7 +146,7 @@ class NatTrainer(RollstreamTrainer):
         statuses = await super().run(num_epochs)
         for status in statuses:
             if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
-                raise RunFailedError(shown(f"run {status.run_id} {status.status.value}: {status.message}"))
+                raise RunFailedError(conceal_and_escape(f"run {status.run_id} {status.status.value}: {status.message}"))
         if statuses and not self.reward_history:
             raise RunFailedError(
                 f"run {statuses[0].run_id} failed: the rollouts of its {len(statuses)} epochs produced no "

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollstream.harness.components import run_completion
 from rollstream.harness.runs.run_handle import RunHandle
-from rollstream.harness.services.concealing import shown
+from rollstream.harness.services.concealing import conceal_and_escape
 from rollstream.schemas.errors import OF_LOG_AND_STORE, RollstreamError, RunFailedError, describe, is_asked_to_end
 from rollstream.schemas.variables import conceal, one_line
 
@@ -88,11 +88,11 @@ async def conducted(handle: RunHandle, running: Coroutine[Any, Any, list[Any]]) 
             raise
         if not handle.is_over:
             how = await failed(handle, error)
-            raise RunFailedError(shown(f"run {handle.run.started.run_id} {how}")) from error
+            raise RunFailedError(conceal_and_escape(f"run {handle.run.started.run_id} {how}")) from error
         logger.info("the trainer ended with an error once its run was over", exc_info=error)
     outcome = await run_completion.finish(handle, is_completed=failure is None, message=failure or "", logged=logged)
     if outcome.exit_code:
-        raise RunFailedError(shown(f"run {outcome.run_id} {outcome.status}: {outcome.message}"))
+        raise RunFailedError(conceal_and_escape(f"run {outcome.run_id} {outcome.status}: {outcome.message}"))
     for line in outcome.summary().splitlines():
         logger.info("%s", line)
     return [_canceled(one) for one in statuses] if outcome.status == "stopped" else statuses

@@ -30,7 +30,7 @@ from rollstream.schemas.permissions import (
     entries_in,
     named_by_algorithm,
     names_of,
-    shown,
+    quoted,
 )
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _permissions(events: RunEvents, *, trust: bool) -> Permissions:
     allowed = {*entries_in(os.environ.get(ALLOW_VARIABLE, ""))}
     for name in () if trust else sorted(named.keys() - allowed):
         location, what = named[name]
-        shown_as = shown(name) if name.startswith(CODE) else name
+        shown_as = quoted(name) if name.startswith(CODE) else name
         raise NotAllowedError(
             f"the recorded {location} of run {events.run_id} names {shown_as}, which would be {what} here; set "
             f"{ALLOW_VARIABLE}='{name}', or give {TRUST} if you trust the author of the run"

@@ -18,7 +18,7 @@ from rollstream.harness.runs.progress import Progress
 from rollstream.learner.shared_model_group.job_queue import GROUP_KEY
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ConfigError, NotAllowedError
-from rollstream.schemas.permissions import CODE, COMMAND, FILE, shown
+from rollstream.schemas.permissions import CODE, COMMAND, FILE, quoted
 from rollstream.schemas.settings import JobSpec
 from rollstream.schemas.variables import conceal, expand, is_secret_name, one_line, references, variables_in
 
@@ -44,7 +44,7 @@ def check_stored(stored: Mapping[str, Any], local: Mapping[str, Any], *, run_id:
     found = {name: path for name, path in reversed(list(names_in(stored))) if name not in known}
     if trust or not found:
         return
-    lines = [f"{shown(name)} at {shown(path)}" for name, path in sorted(found.items())]
+    lines = [f"{quoted(name)} at {quoted(path)}" for name, path in sorted(found.items())]
     more = f" and {len(lines) - _MAX_TOLD} more" if len(lines) > _MAX_TOLD else ""
     raise NotAllowedError(
         f"the stored configuration of run {run_id} names {', '.join(lines[:_MAX_TOLD])}{more}, which would be "

@@ -14,7 +14,7 @@ from rollstream.metrics.sql.printable import printable
 from rollstream.schemas.variables import conceal
 
 
-def shown(text: str) -> str:
+def conceal_and_escape(text: str) -> str:
     """`text` for logging and printing: secrets concealed, control characters escaped except line feeds and tabs."""
     return printable(conceal(text))
 
@@ -25,13 +25,13 @@ class ConcealingRecord(logging.LogRecord):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         if isinstance(self.exc_info, tuple):
-            self.exc_text = shown(logging.Formatter().formatException(self.exc_info))
+            self.exc_text = conceal_and_escape(logging.Formatter().formatException(self.exc_info))
         if self.stack_info is not None:
-            self.stack_info = shown(self.stack_info)
+            self.stack_info = conceal_and_escape(self.stack_info)
 
     def getMessage(self) -> str:
         """The message with secrets concealed."""
-        return shown(super().getMessage())
+        return conceal_and_escape(super().getMessage())
 
 
 def conceal_logs() -> None:
@@ -44,4 +44,4 @@ def conceal_logs() -> None:
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print(shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    print(conceal_and_escape("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
-from rollstream.harness.services.concealing import shown
+from rollstream.harness.services.concealing import conceal_and_escape
 from rollstream.metrics.sql.printable import terminal_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class LiveLine:
                 self._clear()
                 self._write_live(self._console, text)
             elif text != self._shown:
-                self._stream.write(f"{shown(text)}\n")
+                self._stream.write(f"{conceal_and_escape(text)}\n")
             self._shown = text
             self._stream.flush()
 
@@ -77,7 +77,7 @@ class LiveLine:
         """Write a permanent line; progress continues below it. What the stream refuses is logged."""
         with self._unless_refused():
             self._clear()
-            self._stream.write(f"{shown(text)}\n")
+            self._stream.write(f"{conceal_and_escape(text)}\n")
             self._stream.flush()
         if self._is_refused:
             logger.info("not shown: %s", text)
@@ -121,7 +121,7 @@ class LiveLine:
         """Write the part that fits into one row, because only the last row of a wrapped line could be cleared."""
         from rich.text import Text
 
-        line = Text(shown(text).replace("\n", " ").replace("\t", " "))
+        line = Text(conceal_and_escape(text).replace("\n", " ").replace("\t", " "))
         line.truncate(console.width - 1, overflow="ellipsis")
         console.print(line, end="", soft_wrap=True)
 

@@ -8,7 +8,7 @@ the requested id.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from rollstream.eventlog.http.http_json import shown
+from rollstream.eventlog.http.http_json import excerpt
 
 ID_PREFIX = "token_id:"
 """Before the id of a token that is named by its id in place of its text."""
@@ -70,7 +70,7 @@ WAYS = (OWN, ECHO)
 def compared(scored: Sequence[ScoredToken], ids: Sequence[int], tokenizer: Any) -> list[float]:
     """The log-probabilities. `tokenizer`: the policy's. Raises OtherTokensError naming the first other token."""
     for index, (one, token_id) in enumerate(zip(scored, ids[1:], strict=True), start=1):
-        where = f"at index {index} of a prompt: {shown(one.name)} for {token_id}"
+        where = f"at index {index} of a prompt: {excerpt(one.name)} for {token_id}"
         number = _id_of(one.name)
         if number is None and tokenizer is None:
             remedy = "the model has no tokenizer to compare it with; add its tokenizer's files to the model's folder"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.eventlog.http.http_json import MAX_ANSWER_BYTES, HttpServer, Limit, TryAgainError, shown
+from rollstream.eventlog.http.http_json import MAX_ANSWER_BYTES, HttpServer, Limit, TryAgainError, excerpt
 from rollstream.learner.scoring.prompt_logprobs import WAYS, OtherTokensError, Way, compared
 from rollstream.schemas.errors import ModelError
 
@@ -139,14 +139,14 @@ class ServedTeacher:
             else:
                 return way
         raise http.error(
-            f"gave no log-probabilities of the prompt, by prompt_logprobs or by echo with logprobs: {shown(last)}; "
+            f"gave no log-probabilities of the prompt, by prompt_logprobs or by echo with logprobs: {excerpt(last)}; "
             "set algorithm.teacher_url to a vLLM server"
         )
 
     async def _listed(self, http: HttpServer, tries: int) -> list[dict[str, Any]]:
         found = await _ask(http, "GET", "/v1/models", tries=tries)
         if not isinstance(found, dict) or not isinstance(found.get("data"), list):
-            raise http.error(f"lists no models: {shown(found)}; set algorithm.teacher_url to a vLLM server")
+            raise http.error(f"lists no models: {excerpt(found)}; set algorithm.teacher_url to a vLLM server")
         return [one for one in found["data"] if isinstance(one, dict) and "id" in one]
 
     async def _check_vocabulary(self, http: HttpServer, name: str, tries: int) -> None:
@@ -159,8 +159,8 @@ class ServedTeacher:
         its = found.get("tokens") if isinstance(found, dict) else None
         if its != mine:
             raise http.error(
-                f"reads text as other token ids than the policy: {shown(its)} for {shown(mine)}; give a teacher of the "
-                "same model family"
+                f"reads text as other token ids than the policy: {excerpt(its)} for {excerpt(mine)}; give a teacher of "
+                "the same model family"
             )
 
     async def _row(
@@ -175,7 +175,7 @@ class ServedTeacher:
             raise http.error(str(error)) from error
         except (LookupError, TypeError, ValueError) as error:
             raise http.error(
-                f"gave no log-probabilities of the prompt: {shown(found)}; set algorithm.teacher_url to a vLLM server"
+                f"gave no log-probabilities of the prompt: {excerpt(found)}; set algorithm.teacher_url to a vLLM server"
             ) from error
         if not all(NO_LOGPROB < value <= 1e-6 for value in values):
             odd = next(value for value in values if not NO_LOGPROB < value <= 1e-6)

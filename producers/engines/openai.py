@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollstream.eventlog.http.http_json import HttpServer, RefusedError, proxy_of, shown
+from rollstream.eventlog.http.http_json import HttpServer, RefusedError, excerpt, proxy_of
 from rollstream.producers.engines.base import CLOSED, Capabilities, Generation, GenerationRequest, check_prompt
 from rollstream.schemas.engine_settings import OpenAISettings
 from rollstream.schemas.errors import ModelError
@@ -217,9 +217,9 @@ class OpenAIEngine:
             text = "" if text is None else text  # of a model that was still reasoning, or is silent
             reason = choice.get("finish_reason")
         except (LookupError, TypeError, AttributeError) as error:
-            raise self._error(f"gave an answer without choices: {shown(found)}; check base_url and api") from error
+            raise self._error(f"gave an answer without choices: {excerpt(found)}; check base_url and api") from error
         if not isinstance(text, str) or reason not in ("stop", "length"):
-            raise self._error(f"gave an answer that is not text: {shown(choice)}; use a model that answers in text")
+            raise self._error(f"gave an answer that is not text: {excerpt(choice)}; use a model that answers in text")
         return text, reason
 
     def _error(self, message: str) -> ModelError:

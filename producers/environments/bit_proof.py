@@ -57,7 +57,7 @@ class Proof:
     def messages(self, agent: str) -> list[Message]:
         """The conversation of an agent so far. The system prompt has what it knows, the first message the claim."""
         stance = self.episode.draw.stances.get(agent)
-        known = f"{LETTERS[stance]} {shown(self.bits)}" if stance is not None else "?" * len(self.bits)
+        known = f"{LETTERS[stance]} {as_positions(self.bits)}" if stance is not None else "?" * len(self.bits)
         opening = [{"role": "system", "content": f"{agent} {known}"}, {"role": "user", "content": CLAIM}]
         return conversation(self.episode, agent, opening)
 
@@ -195,7 +195,7 @@ def _random(proof: Proof, agent: str, rng: random.Random) -> str:
     return position if proof.looks else rng.choice((ACCEPT, REJECT))
 
 
-def shown(bits: str) -> str:
+def as_positions(bits: str) -> str:
     """The bits as a prover sees them: a 1 as its position, a 0 as a dot, so that a proof is there to be copied."""
     return "".join(str(at) if bit == "1" else "." for at, bit in enumerate(bits))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.producers.rollout.rewards import RewardError
-from rollstream.schemas.permissions import shown
+from rollstream.schemas.permissions import quoted
 
 CPU_S = 1.0
 """Processor time of one question; a match of an ordinary pattern takes microseconds."""
@@ -34,7 +34,7 @@ def search(location: str, pattern: str, text: str, *, ignore_case: bool, group: 
     or takes longer.
     """
     found, taken = _ask(
-        f"{location}.pattern: {shown(pattern)}",
+        f"{location}.pattern: {quoted(pattern)}",
         {"ask": "search", "pattern": pattern, "text": text, "ignore_case": ignore_case, "group": group},
     )
     return found, taken
@@ -42,7 +42,8 @@ def search(location: str, pattern: str, text: str, *, ignore_case: bool, group: 
 
 def last(location: str, pattern: str, text: str) -> str | None:
     """The text of the last match: its one group, else all of it. Blocks and raises as `search` does."""
-    taken: str | None = _ask(f"{location}.pattern: {shown(pattern)}", {"ask": "last", "pattern": pattern, "text": text})
+    asked = {"ask": "last", "pattern": pattern, "text": text}
+    taken: str | None = _ask(f"{location}.pattern: {quoted(pattern)}", asked)
     return taken
 
 

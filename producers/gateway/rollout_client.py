@@ -19,7 +19,15 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollstream.eventlog.http.http_json import HttpAnswer, HttpServer, Limit, TryAgainError, decoded, retry_after, shown
+from rollstream.eventlog.http.http_json import (
+    HttpAnswer,
+    HttpServer,
+    Limit,
+    TryAgainError,
+    decoded,
+    excerpt,
+    retry_after,
+)
 from rollstream.producers.gateway.call_keys import (
     ENDED,
     IDEMPOTENCY_KEY,
@@ -312,7 +320,7 @@ def _checked(answer: HttpAnswer, url: str) -> Any:
         given = json.loads(answer.body)["error"]
         message, code = str(given["message"]), given.get("code")
     except (ValueError, LookupError, TypeError, AttributeError):
-        message, code = shown(answer.body), None
+        message, code = excerpt(answer.body), None
     if code == "context_length_exceeded":
         raise PromptTooLongError(message)
     if code == "max_turns":
@@ -328,7 +336,7 @@ def _parsed(body: bytes, url: str) -> Any:
     try:
         return decoded(body)
     except (ValueError, RecursionError) as error:
-        raise GatewayError(f"{url} answered with invalid JSON: {shown(body)}; check the gateway's URL") from error
+        raise GatewayError(f"{url} answered with invalid JSON: {excerpt(body)}; check the gateway's URL") from error
 
 
 def _read(model: type[Task], given: str | bytes | dict[str, Any]) -> Task:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollstream.eventlog.artifact_retry import in_own_thread
-from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, shown
+from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, excerpt
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest, keeps_ids
 from rollstream.producers.engines.vllm.asking import AnsweredTokens, TooFewToldError
 from rollstream.producers.engines.vllm.base_model import BaseModel
@@ -69,7 +69,7 @@ def spans_of(
         if sampled_by is None:
             raise LostVersionError(f"answers with the weights {one['version']}")
         if one["start"] != end or one["end"] <= end:
-            raise http.error(f"gave version spans that do not follow each other: {shown(given)}; look into its log")
+            raise http.error(f"gave version spans that do not follow each other: {excerpt(given)}; look into its log")
         end = one["end"]
         spans.append(VersionSpan(model_group=group, version=sampled_by.published.version, length=end - one["start"]))
     if end != length:
@@ -109,7 +109,7 @@ def choice_of(http: HttpServer, body: bytes) -> Any:
     try:
         return found["choices"][0]
     except (LookupError, TypeError) as error:
-        raise http.error(f"gave an answer without choices: {shown(found)}; look into its log") from error
+        raise http.error(f"gave an answer without choices: {excerpt(found)}; look into its log") from error
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def reading(http: HttpServer, choice: Any) -> Iterator[None]:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise http.error(
-            f"gave an answer without token ids or log-probabilities ({error}): {shown(choice)}; look into its log"
+            f"gave an answer without token ids or log-probabilities ({error}): {excerpt(choice)}; look into its log"
         ) from error
 
 
@@ -129,7 +129,7 @@ def generation_of(http: HttpServer, tokens: AnsweredTokens, spans: tuple[Version
     """Raises TryAgainError for an answer that was cut off, ModelError for one that cannot be used."""
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
-        raise TryAgainError(f"ended a request with {shown(reason)}")
+        raise TryAgainError(f"ended a request with {excerpt(reason)}")
     if not tokens.ids or any(not -9000 < one <= 0 for one in tokens.logprobs):  # NO_LOGPROB, or not a number
         raise http.error("gave a token without a log-probability; look into its log, and at the weights")
     found: FinishReason = "stop" if reason == "stop" else "length"

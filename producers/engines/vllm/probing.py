@@ -14,7 +14,7 @@ from rollstream.eventlog.http.http_json import (
     TryAgainError,
     UnreachableError,
     decoded,
-    shown,
+    excerpt,
 )
 from rollstream.producers.engines.vllm.answers import RefusedVersionError
 from rollstream.producers.engines.vllm.asking import NO_LOGPROB
@@ -110,7 +110,7 @@ class ServerCalls:
             await self.check_health()
             num_tries += 1
             if num_tries == LOAD_TRIES:
-                fault = f"did not load {name} in {num_tries} tries: it answered 500 {shown(answered.body)}"
+                fault = f"did not load {name} in {num_tries} tries: it answered 500 {excerpt(answered.body)}"
                 raise RefusedVersionError(str(self.http.error(f"{fault}; look into its log")))
             await asyncio.sleep(LOAD_PAUSE_S * 4 ** (num_tries - 1))
 
@@ -149,7 +149,7 @@ class ServerCalls:
             return {str(name): str(value) for name, value in found["checksums"].items()}
         except (AttributeError, LookupError, TypeError) as error:
             raise self.http.error(
-                f"gave no sums of its weights: {shown(found)}; leave engine.check_weights out"
+                f"gave no sums of its weights: {excerpt(found)}; leave engine.check_weights out"
             ) from error
 
     async def adapters(self) -> dict[str, str]:
@@ -257,7 +257,7 @@ def read_from(path: str, found: Any, read: Callable[[Any], T]) -> T:
     try:
         return read(found)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise TryAgainError(f"gave an answer of another form than vLLM's to {path}: {shown(found)}") from error
+        raise TryAgainError(f"gave an answer of another form than vLLM's to {path}: {excerpt(found)}") from error
 
 
 def _first_logprobs(found: Any) -> tuple[float, list[float]]:

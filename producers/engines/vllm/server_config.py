@@ -5,7 +5,7 @@ wrong results are refused.
 from collections.abc import Mapping
 from typing import Any
 
-from rollstream.eventlog.http.http_json import HttpServer, Limit, TryAgainError, UnreachableError, shown
+from rollstream.eventlog.http.http_json import HttpServer, Limit, TryAgainError, UnreachableError, excerpt
 from rollstream.schemas.errors import ModelError
 
 SERVER_INFO = "/server_info"
@@ -28,7 +28,7 @@ async def read_config(http: HttpServer, *, limit: Limit) -> Mapping[str, Any] | 
     try:
         answered = await http.sent("GET", f"{SERVER_INFO}?config_format=json", limit=limit)
         if not 200 <= answered.status < 300:
-            return f"{SERVER_INFO} answered {answered.status} {shown(answered.body)}"
+            return f"{SERVER_INFO} answered {answered.status} {excerpt(answered.body)}"
         config = http.parsed(answered.body)["vllm_config"]
         assert isinstance(config, Mapping)
     except UnreachableError:

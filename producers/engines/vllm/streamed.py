@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollstream.eventlog.http.http_json import EVENT_STREAM, HttpAnswer, HttpServer, shown
+from rollstream.eventlog.http.http_json import EVENT_STREAM, HttpAnswer, HttpServer, excerpt
 from rollstream.schemas.errors import ModelError
 
 EVENT_BYTES = 1024
@@ -94,7 +94,7 @@ class StreamedAnswer:
                 self.has_begun = True
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise self._http.error(
-                f"sent an event without token ids or log-probabilities: {shown(text)}; look into its log"
+                f"sent an event without token ids or log-probabilities: {excerpt(text)}; look into its log"
             ) from error
 
     def _add(self, choice: Mapping[str, Any]) -> None:

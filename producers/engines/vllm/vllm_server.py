@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
-from rollstream.eventlog.http.http_json import HttpServer, Limit, TryAgainError, shown
+from rollstream.eventlog.http.http_json import HttpServer, Limit, TryAgainError, excerpt
 from rollstream.producers.engines.base import Generation, GenerationRequest
 from rollstream.producers.engines.vllm.answers import (
     LostVersionError,
@@ -392,7 +392,7 @@ class Server:
             self.names[version.name] = None
         if roots.get(version.name) != str(version.folder):
             raise self.http.error(
-                f"did not load {version.name} from {version.folder}: {shown(answered.body)}; it must see that folder "
+                f"did not load {version.name} from {version.folder}: {excerpt(answered.body)}; it must see that folder "
                 "by the same path (engine.folder)"
             )
         self.versions[version.name] = version

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.producers.environments.bit_proof import BitProof, Proof, shown
+from rollstream.producers.environments.bit_proof import BitProof, Proof, as_positions
 from rollstream.producers.protocols import table
 from rollstream.producers.protocols.episode import Episode
 from rollstream.schemas.events import RolloutEnded, RolloutFailed
@@ -232,7 +232,7 @@ def test_an_episode_ends_within_its_rounds_and_looks_whatever_the_answers(name, 
     texts = iter(answers)
     while proof.agent is not None:
         known = [message["content"] for message in proof.messages(proof.agent)]
-        assert (shown(bits) in known[0]) == (proof.agent != "verifier")
+        assert (as_positions(bits) in known[0]) == (proof.agent != "verifier")
         before, proof = proof, proof.play(next(texts))
         assert len(proof.episode.utterances) == len(before.episode.utterances) + 1
     assert len(proof.episode.utterances) <= 2 * protocol.max_rounds + 2
