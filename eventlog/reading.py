@@ -41,7 +41,7 @@ def unknown_run(run_id: str, begin: int, *, unreadable: str = "") -> ConfigError
     return ConfigError(f"run {run_id} does not exist{removed}; `rollstream runs` lists all runs")
 
 
-def decoded(record: Record, *, num_partitions: int | None = None, warns: bool = False) -> Received | None:
+def decode_or_none(record: Record, *, num_partitions: int | None = None, warns: bool = False) -> Received | None:
     """The event of a record; none if it cannot be decoded: dead letters are for the fold that answers its topic.
 
     `warns`: say so, where nobody else does.
@@ -130,7 +130,7 @@ async def read_events(
         async for record in read_to_end(log, topic):
             if skipped and kind_of(record) in skipped:
                 continue
-            if (received := decoded(record)) is not None:
+            if (received := decode_or_none(record)) is not None:
                 yield received
             elif unreadable is not None and kind_of(record) is not None:
                 unreadable[topic] += 1

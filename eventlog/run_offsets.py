@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from rollstream.eventlog.codec import kind_of
 from rollstream.eventlog.log import EventLog
-from rollstream.eventlog.reading import decoded, read_to_end
+from rollstream.eventlog.reading import decode_or_none, read_to_end
 from rollstream.schemas import ids
 from rollstream.schemas.events import JobSubmitted
 
@@ -58,7 +58,7 @@ async def _newest(log: EventLog, run_id: str, start: int, end: int) -> dict[str,
             continue
         if kind_of(record) not in (_JOB_SUBMITTED, None):
             continue
-        received = decoded(record)
+        received = decode_or_none(record)
         event = None if received is None else received.event
         if isinstance(event, JobSubmitted) and event.run_id == run_id:
             found = event.start_offsets or {}

@@ -19,7 +19,7 @@ from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.parallel.launch import is_started_together
 from rollstream.learner.parallel.process_ranks import DROP, END, LOAD, ProcessRanks, joined
 from rollstream.learner.scoring import models
-from rollstream.learner.scoring.scored_batch import decoded
+from rollstream.learner.scoring.scored_batch import decoded_batch
 from rollstream.learner.trainer import JobTrainer
 from rollstream.learner.worker import Worker
 from rollstream.schemas.errors import ConfigError, RollstreamError
@@ -128,7 +128,7 @@ def follow(
 
 
 def _train(trainer: JobTrainer, data: bytes) -> None:
-    planned, trajectories, scores, first = decoded(data)
+    planned, trajectories, scores, first = decoded_batch(data)
     trainer.train(planned, trajectories, scores=scores, first=first)
 
 
@@ -150,7 +150,7 @@ _WORK: Mapping[str, Callable[[JobTrainer, bytes], object]] = {
     "return_to": lambda trainer, version: trainer.return_to(int(version)),
     "weights": lambda trainer, _: trainer.model.published(),
     "take_weights": lambda trainer, _: trainer.model.take_weights(),
-    "score": lambda trainer, asked: trainer.scoring.score(*models.decoded(asked)),
+    "score": lambda trainer, asked: trainer.scoring.score(*models.decoded_arguments(asked)),
     "take_base": lambda trainer, _: trainer.scoring.take_base(b"", ""),
     "refer_to": lambda trainer, _: trainer.refer_to(b"", ""),
 }

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, Received
-from rollstream.eventlog.reading import decoded, read_to_end
+from rollstream.eventlog.reading import decode_or_none, read_to_end
 from rollstream.learner import retention
 from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in, inspect
 from rollstream.learner.progress import GroupState, LogState, evolve
@@ -262,7 +262,7 @@ def _collected(weights: Iterable[Received]) -> set[tuple[str, int]]:
 async def _weights_since(log: EventLog, events: RunEvents) -> list[Received]:
     """Events in `weights` behind those of `events`, up to its present end."""
     starts = {partition: end for partition, (_, end) in events.kept.get("weights", {}).items()}
-    since = [decoded(record) async for record in read_to_end(log, "weights", starts)]
+    since = [decode_or_none(record) async for record in read_to_end(log, "weights", starts)]
     return [received for received in since if received is not None]
 
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollstream.eventlog.log import EventLog, Record, TopicPartition, check_kept
-from rollstream.eventlog.reading import decoded, read_to_end
+from rollstream.eventlog.reading import decode_or_none, read_to_end
 from rollstream.replay.completeness import Named, check_whole, gone, unended
 from rollstream.replay.source import EFFECTS_FIRST, RunEvents, of_type, take_letters
 from rollstream.schemas import ids
@@ -62,7 +62,7 @@ class _Index:
             return
         run_id = _run_of(record.key)
         (self.later if is_later else self.spans).setdefault(run_id, _Spans()).add(record)
-        if run_id not in self.runs and not is_later and (received := decoded(record)) is not None:
+        if run_id not in self.runs and not is_later and (received := decode_or_none(record)) is not None:
             self.runs.setdefault(received.event.run_id, received.event.event_id)
 
     def bundles(self) -> Iterator[list[str]]:

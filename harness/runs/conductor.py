@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from rollstream.eventlog.broker.watch import keep_running
 from rollstream.eventlog.codec import kind_of
 from rollstream.eventlog.log import EventLog, Record, TopicPartition
-from rollstream.eventlog.reading import decoded, read_to_end
+from rollstream.eventlog.reading import decode_or_none, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.harness.runs.driver import is_over, lacking, located, reason_to_stop
 from rollstream.harness.runs.follower import Follower, follow, records_of
@@ -374,7 +374,7 @@ async def report_first_failure(
 
 async def _failure_in(log: EventLog, run_id: str, record: Record) -> RolloutFailed | None:
     is_run = record.key is not None and ids.is_key_of_run(record.key, run_id)
-    received = decoded(record) if is_run and kind_of(record) in FAILURE_KINDS else None
+    received = decode_or_none(record) if is_run and kind_of(record) in FAILURE_KINDS else None
     event = None if received is None else received.event
     if isinstance(event, GroupClosed):
         return await _failure_of(log, event)
@@ -388,7 +388,7 @@ async def _failure_of(log: EventLog, closed: GroupClosed) -> RolloutFailed | Non
     if not wanted or at is None:
         return None
     async for record in read_to_end(log, "steps", {at.partition: at.first_offset}, {at.partition: at.last_offset + 1}):
-        received = decoded(record)
+        received = decode_or_none(record)
         event = None if received is None else received.event
         if isinstance(event, RolloutFailed) and event.rollout_id in wanted:
             return event

@@ -7,7 +7,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from rollstream.eventlog.codec import event_id_of, kind_of
 from rollstream.eventlog.log import EventLog, LogReader, Received, Record, TopicPartition
-from rollstream.eventlog.reading import MOST_RECORDS, decoded, read_events, read_to_end, unknown_run, unreadable_event
+from rollstream.eventlog.reading import (
+    MOST_RECORDS,
+    decode_or_none,
+    read_events,
+    read_to_end,
+    unknown_run,
+    unreadable_event,
+)
 from rollstream.eventlog.run_offsets import ends_now, start_offsets_of
 from rollstream.harness.runs.progress import Progress, evolve
 from rollstream.learner.progress import GroupState, LogState
@@ -35,7 +42,7 @@ class Follower:
         self._on_event = on_event
         self.progress = Progress(run_id)
         self.num_changes = 0
-        """Records of the run so far, those that are not decoded included; its own signs of life apart."""
+        """Records of the run so far, those that are not decode_or_none included; its own signs of life apart."""
         self.unreadable = ""
         """The first record with the run's key that is an event of another version, see `unreadable_event`."""
 
@@ -66,7 +73,7 @@ class Follower:
         if self._is_skipped(record):
             self.num_changes += 1
             return None
-        received = decoded(record, warns=True)
+        received = decode_or_none(record, warns=True)
         if received is None:
             self.unreadable = self.unreadable or unreadable_event(record)
             return None
@@ -109,7 +116,7 @@ async def progress_of(log: EventLog, run_id: str) -> Progress:
 
 
 async def is_known(log: EventLog, run_id: str) -> bool:
-    """Whether the log has a job or the start of a run. Nothing of other runs is decoded.
+    """Whether the log has a job or the start of a run. Nothing of other runs is decode_or_none.
 
     All of the small topic `jobs` is read for a run that it does not have; then `groups`, because a run may have been
     killed before its first job. The other topics have nothing of such a run.
@@ -150,7 +157,7 @@ async def records_of(
     start = (await start_offsets_of(log, run_id, (topic,))).get(topic, begin)
     async for record in read_to_end(log, topic, {0: max(begin, start)}):
         if record.key == key.encode() and kind_of(record) not in skipped:
-            received = decoded(record)
+            received = decode_or_none(record)
             if received is not None:
                 yield received
 

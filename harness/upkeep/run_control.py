@@ -3,7 +3,7 @@
 from collections import Counter
 
 from rollstream.eventlog.log import EventLog, wall_ms
-from rollstream.eventlog.reading import decoded, read_to_end, unreadable_event
+from rollstream.eventlog.reading import decode_or_none, read_to_end, unreadable_event
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.harness.runs.follower import progress_of, read_runs
 from rollstream.harness.runs.outcome import is_trained
@@ -49,7 +49,7 @@ async def find_job(log: EventLog, job_id: str) -> FineTuneJob:
     async for record in read_to_end(log, "jobs", {0: starts["jobs"]} if starts else None):
         if not ids.is_key_of_run(record.key or b"", ids.run_of(job_id)):
             continue
-        received = decoded(record)
+        received = decode_or_none(record)
         event = None if received is None else received.event
         unreadable = unreadable or ("" if received is not None else unreadable_event(record))
         if isinstance(event, JobEvent) and event.job_id == job_id:

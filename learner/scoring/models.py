@@ -280,7 +280,7 @@ def encoded(
     return orjson.dumps(scored)
 
 
-def decoded(data: bytes) -> tuple[Scorer, list[TrajectoryAssembled], list[str], dict[str, Any]]:
+def decoded_arguments(data: bytes) -> tuple[Scorer, list[TrajectoryAssembled], list[str], dict[str, Any]]:
     """Decode the result of `encoded`."""
     found = orjson.loads(data)
     trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"]]

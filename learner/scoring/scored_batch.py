@@ -108,7 +108,7 @@ def encoded(
     return orjson.dumps({"events": events, "budget": budget, **scores.as_json()})
 
 
-def decoded(data: bytes) -> tuple[BatchPlanned, list[TrajectoryAssembled], Scores, dict[str, Any]]:
+def decoded_batch(data: bytes) -> tuple[BatchPlanned, list[TrajectoryAssembled], Scores, dict[str, Any]]:
     """Decode the result of `encoded`."""
     found = orjson.loads(data)
     trajectories = [TrajectoryAssembled.model_validate_json(one) for one in found["events"][1:]]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from rollstream.eventlog.codec import kind_of
 from rollstream.eventlog.log import EventLog, LogReader, TopicPartition
-from rollstream.eventlog.reading import decoded
+from rollstream.eventlog.reading import decode_or_none
 from rollstream.eventlog.run_offsets import TOPICS, start_offsets_of
 from rollstream.learner.shared_model_group.job_lifecycle import ModelGroupState, evolve, initial
 from rollstream.schemas import ids
@@ -48,7 +48,7 @@ class GroupView:
         for record in await self._reader.poll(timeout_s=timeout_s):
             if record.key not in self._keys or kind_of(record) in IGNORED:
                 continue
-            received = decoded(record)
+            received = decode_or_none(record)
             if received is None:
                 continue
             if isinstance(received.event, RunStarted):

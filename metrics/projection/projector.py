@@ -18,7 +18,7 @@ from rollstream.eventlog.codec import decode, kind_of, own_partition
 from rollstream.eventlog.dead_letters import redriven
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, LogReader, Received, Record, TopicPartition, check_kept
-from rollstream.eventlog.reading import decoded, read_to_end
+from rollstream.eventlog.reading import decode_or_none, read_to_end
 from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.rows import dead_letter_row, rows_of
 from rollstream.schemas.errors import DecodeError, TruncatedError
@@ -80,7 +80,7 @@ async def _recorded_partitions(log: EventLog) -> dict[str, int]:
     """Number of partitions of the scaled topics when each run began: partitions may have been added since."""
     found: dict[str, int] = {}
     async for record in read_to_end(log, RunStarted.TOPIC):
-        received = decoded(record) if kind_of(record) == "run_started" else None
+        received = decode_or_none(record) if kind_of(record) == "run_started" else None
         if received is not None and isinstance(received.event, RunStarted):
             found.setdefault(received.event.run_id, received.event.num_partitions)
     return found

@@ -23,7 +23,7 @@ from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import EventLog, Received, TopicPartition
-from rollstream.eventlog.reading import decoded
+from rollstream.eventlog.reading import decode_or_none
 from rollstream.processors.assemble import fold as assembly
 from rollstream.processors.curate import low_water
 from rollstream.processors.host.app import Acknowledgement, Batch
@@ -200,7 +200,7 @@ class AssembleShell:
                 for record in await reader.poll():
                     self._num_read += 1
                     if record.offset < end and record.offset not in dead:
-                        received = decoded(record, num_partitions=self._num_partitions)
+                        received = decode_or_none(record, num_partitions=self._num_partitions)
                         closings += [] if received is None else self._evolved(state, received)
                 state.next_offset = min(reader.position(where), end)
         finally:

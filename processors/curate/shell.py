@@ -26,7 +26,7 @@ from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import Encoded, EventLog, Received, Record, TopicPartition, check_event_size
-from rollstream.eventlog.reading import decoded
+from rollstream.eventlog.reading import decode_or_none
 from rollstream.processors.curate import fold as curate
 from rollstream.processors.curate import low_water
 from rollstream.processors.curate.refold import END, GroupsReader
@@ -210,7 +210,7 @@ class CurateShell:
         fold.datasets.keep_only(fold.state.runs)
 
     async def _refold(self, fold: _Fold, record: Record, over: set[str]) -> None:
-        received = decoded(record)
+        received = decode_or_none(record)
         if received is None:
             return  # its dead letter is acknowledged
         if record.offset in self._dead.answered(GROUPS):
@@ -227,7 +227,7 @@ class CurateShell:
         fold.next_offset = record.offset + 1
         self._num_folded += 1
         if record.offset in self._dead.answered(GROUPS):
-            received = decoded(record) if self._dead.is_poison(GROUPS, record.offset) else None
+            received = decode_or_none(record) if self._dead.is_poison(GROUPS, record.offset) else None
             return [] if received is None else _encoded(_give_up(fold.state, fold.faulty, received.event))
         try:
             received = codec.decode(record)
@@ -313,7 +313,7 @@ class CurateShell:
             key = undo.run_id.encode()
             async with aclosing(self._groups.records(undo.first_offset, end)) as reading:
                 async for record in reading:
-                    received = decoded(record) if record.key in (key, None) else None
+                    received = decode_or_none(record) if record.key in (key, None) else None
                     if received is None or received.event.run_id != undo.run_id:
                         continue
                     if record.offset in dead:

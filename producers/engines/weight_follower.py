@@ -19,7 +19,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import kind_of
 from rollstream.eventlog.disk_space import is_outage
 from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition
-from rollstream.eventlog.reading import decoded, read_to_end
+from rollstream.eventlog.reading import decode_or_none, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.eventlog.terms import Owner
@@ -377,5 +377,5 @@ def _is_collected(group: Followed, published: WeightsPublished, error: Exception
 def _event(record: Record) -> Event | None:
     if kind_of(record) not in READ_KINDS:
         return None
-    received = decoded(record, warns=True)
+    received = decode_or_none(record, warns=True)
     return None if received is None else received.event

@@ -24,8 +24,8 @@ from rollstream.eventlog.http.http_json import (
     HttpServer,
     Limit,
     TryAgainError,
-    decoded,
     excerpt,
+    parsed_json,
     retry_after,
 )
 from rollstream.producers.gateway.call_keys import (
@@ -334,7 +334,7 @@ def _checked(answer: HttpAnswer, url: str) -> Any:
 
 def _parsed(body: bytes, url: str) -> Any:
     try:
-        return decoded(body)
+        return parsed_json(body)
     except (ValueError, RecursionError) as error:
         raise GatewayError(f"{url} answered with invalid JSON: {excerpt(body)}; check the gateway's URL") from error
 

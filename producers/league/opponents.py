@@ -17,7 +17,7 @@ from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import decode, kind_of
 from rollstream.eventlog.log import EventLog, Position, Received
-from rollstream.eventlog.reading import MOST_RECORDS, decoded, read_events, read_to_end
+from rollstream.eventlog.reading import MOST_RECORDS, decode_or_none, read_events, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.eventlog.terms import Owner
@@ -138,7 +138,7 @@ class PublishedVersions:
         end = (await self._log.end_offsets("weights"))[0]
         async for record in read_to_end(self._log, "weights", {0: min(known.next, end)}, {0: end}):
             if record.key == group.encode() and kind_of(record) in READ_KINDS:
-                received = decoded(record)
+                received = decode_or_none(record)
                 if received is not None:
                     known.take(received.event, record.offset)
             known.next = record.offset + 1

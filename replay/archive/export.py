@@ -24,7 +24,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import kind_of
 from rollstream.eventlog.files import beside
 from rollstream.eventlog.log import EventLog, Record, TopicPartition, check_exists, check_kept
-from rollstream.eventlog.reading import decoded, unknown_run
+from rollstream.eventlog.reading import decode_or_none, unknown_run
 from rollstream.replay.archive.manifest import ArtifactFile, Covered, ExportManifest, TopicFile, write_manifest
 from rollstream.replay.archive.needs import ArtifactNeeds, Need
 from rollstream.replay.archive.staging import Staging
@@ -187,7 +187,7 @@ class _Export:
             return ids.is_key_of_run(record.key, self._run_id)
         if record.topic == "dlq" or kind_of(record) == "tick":  # ticks never have a key
             return False
-        received = decoded(record)
+        received = decode_or_none(record)
         return received is not None and received.event.run_id == self._run_id
 
     def _is_chosen(self, record: Record, staging: Staging) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog, TopicPartition
-from rollstream.eventlog.reading import decoded
+from rollstream.eventlog.reading import decode_or_none
 from rollstream.eventlog.run_offsets import ends_now
 from rollstream.eventlog.terms import BEFORE_LEARNERS
 from rollstream.schemas.base import Event
@@ -135,7 +135,7 @@ async def _closed(
     try:
         while True:
             for record in await reader.poll(timeout_s=0.2):
-                received = decoded(record)  # of any run, whose own reader sends a bad record to the dead letters
+                received = decode_or_none(record)  # of any run, whose own reader sends a bad record to the dead letters
                 event = None if received is None else received.event
                 if isinstance(event, (JobSucceeded, JobFailed, JobCancelled)) and event.job_id == job_id:
                     return event

@@ -13,8 +13,8 @@ from rollstream.eventlog.http.http_json import (
     Limit,
     TryAgainError,
     UnreachableError,
-    decoded,
     excerpt,
+    parsed_json,
 )
 from rollstream.producers.engines.vllm.answers import RefusedVersionError
 from rollstream.producers.engines.vllm.asking import NO_LOGPROB
@@ -73,12 +73,12 @@ class ServerCalls:
     async def get(self, path: str, read: Callable[[Any], T]) -> T:
         """Part of the JSON of a 2xx answer that `read` takes. Raises TryAgainError, ModelError."""
         answered = await self.http.sent("GET", path, limit=self.health_limit)
-        return read_from(path, read_from(path, self.http.checked(answered), decoded), read)
+        return read_from(path, read_from(path, self.http.checked(answered), parsed_json), read)
 
     async def post(self, path: str, body: dict[str, Any] | None = None, *, limit: Limit | None = None) -> Any:
         """JSON of a 2xx answer, {} of an empty one. `limit`: None: that of a request."""
         answered = self.http.checked(await self.http.sent("POST", path, body, limit=limit))
-        return read_from(path, answered, decoded) if answered else {}
+        return read_from(path, answered, parsed_json) if answered else {}
 
     async def check_health(self) -> None:
         """Raises TryAgainError, ModelError unless the server answers; its workers are not asked."""

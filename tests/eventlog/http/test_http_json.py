@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from rollstream.eventlog.http import http_json
-from rollstream.eventlog.http.http_json import HttpServer, decoded
+from rollstream.eventlog.http.http_json import HttpServer, parsed_json
 
 
 def test_a_connection_that_was_idle_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,4 +66,4 @@ def test_bodies_that_only_pythons_json_knows_are_sent_and_read() -> None:
     asyncio.run(scenario())
     assert sent == [{"ids": [1, 2]}, {"text": "\ud800"}, {"bias": {"5": 1}}]
     with pytest.raises(ValueError, match="Expecting value"):
-        decoded(b"<html>")
+        parsed_json(b"<html>")

@@ -14,7 +14,7 @@ from rollstream.learner.model.micro_batch import MicroBatch
 from rollstream.learner.model.policy import PolicyModel
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.parallel.refusals import refused
-from rollstream.learner.scoring.models import ScoringModels, decoded
+from rollstream.learner.scoring.models import ScoringModels, decoded_arguments
 from rollstream.learner.trainer import JobTrainer
 from rollstream.schemas.errors import ConfigError, RunFailedError
 from rollstream.schemas.events import JobSubmitted
@@ -114,7 +114,7 @@ def test_memory_that_runs_out_while_several_score_halves_their_tokens_in_the_nex
         started(is_first=True).score(scorer, trajectories)
     assert json.loads(file.read_text())["tokens"] == 128
     with pytest.raises(torch.OutOfMemoryError):  # the other process, which has no file of its own
-        started(is_first=False).score(*decoded(ranks.sent))
+        started(is_first=False).score(*decoded_arguments(ranks.sent))
     for _ in range(3):
         if json.loads(file.read_text())["tokens"] > 16:
             with pytest.raises(torch.OutOfMemoryError):
