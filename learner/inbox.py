@@ -19,7 +19,7 @@ from rollstream.eventlog.log import EventLog, LogReader, Position, Received, Rec
 from rollstream.eventlog.reading import read_to_end
 from rollstream.eventlog.run_offsets import LETTERS, start_offsets_of
 from rollstream.learner import progress
-from rollstream.learner.progress import GroupState, JobState, LogState, evolve
+from rollstream.learner.progress import GroupState, LearnerJobState, LogState, evolve
 from rollstream.learner.reading import position
 from rollstream.learner.reading.letters import Letters
 from rollstream.learner.reading.members import FORK
@@ -140,9 +140,9 @@ class Inbox:
         What was forgotten of them is there again. The state stays as it is until the last record is read. A job that
         turns out to be over is closed instead.
         """
-        known, group = self.state.jobs.get(job.job_id, JobState()), job.model_group
+        known, group = self.state.jobs.get(job.job_id, LearnerJobState()), job.model_group
         read, ends = LogState(), list[Received]()
-        read.jobs[job.job_id] = JobState(submitted=known.submitted, submitted_offset=known.submitted_offset)
+        read.jobs[job.job_id] = LearnerJobState(submitted=known.submitted, submitted_offset=known.submitted_offset)
         keys = {"batches": job.run_id, "groups": job.run_id, "weights": group, "jobs": group}
         for topic, key in keys.items():
             begin, end = self._begins[TopicPartition(topic, 0)], self._position(topic)

@@ -43,7 +43,7 @@ class Manifest:
 
 
 @dataclass(slots=True)
-class JobState:
+class LearnerJobState:
     """A job of a run that goes on."""
 
     manifests: dict[int, Manifest] = field(default_factory=dict[int, Manifest])
@@ -125,7 +125,7 @@ class GroupState:
 class LogState:
     """All that a learner knows from the log."""
 
-    jobs: dict[str, JobState] = field(default_factory=dict[str, JobState])
+    jobs: dict[str, LearnerJobState] = field(default_factory=dict[str, LearnerJobState])
     """Jobs that are not over, in the order of their first event."""
     queues: dict[str, list[JobSubmitted]] = field(default_factory=dict[str, list[JobSubmitted]])
     """Open jobs by model group, in the order they were submitted."""
@@ -136,9 +136,9 @@ class LogState:
     groups: dict[str, GroupState] = field(default_factory=dict[str, GroupState])
     owners: dict[str, Owner] = field(default_factory=dict[str, Owner])
 
-    def job(self, job_id: str) -> JobState:
+    def job(self, job_id: str) -> LearnerJobState:
         """State of a job that is not over."""
-        return self.jobs.setdefault(job_id, JobState())
+        return self.jobs.setdefault(job_id, LearnerJobState())
 
     def group(self, model_group: str) -> GroupState:
         """State of a model group."""
@@ -234,12 +234,12 @@ def _submit(state: LogState, event: JobSubmitted, offset: int) -> None:
     state.queues.setdefault(event.model_group, []).append(event)
 
 
-def _plan(job: JobState, event: BatchPlanned, received: Received) -> None:
+def _plan(job: LearnerJobState, event: BatchPlanned, received: Received) -> None:
     if event.index >= job.first_index:
         job.manifests.setdefault(event.index, Manifest(event, received.digest, received.position.offset))
 
 
-def _seal(job: JobState, event: EpochSealed, offset: int) -> None:
+def _seal(job: LearnerJobState, event: EpochSealed, offset: int) -> None:
     if job.last_seal is None:
         job.last_seal, job.seal_offset = event, offset
 

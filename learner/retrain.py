@@ -207,7 +207,7 @@ def threads_of(job: RecordedJob) -> int | None:
     return counts[0] if counts else job.submitted.settings.threads
 
 
-def check_ranks(job: RecordedJob, versions: Collection[int], *, first: int, num: int) -> None:
+def check_recorded_ranks(job: RecordedJob, versions: Collection[int], *, first: int, num: int) -> None:
     """Raises ConfigError if not `num` processes trained one of the versions. `first`: the first one that is asked for.
 
     A rollback is as good with any number: it computes nothing.

@@ -9,7 +9,7 @@ from typing import Any
 
 import duckdb
 
-from rollstream.metrics.projection.database import one_line
+from rollstream.metrics.projection.database import cause_of
 from rollstream.schemas.errors import QueryError
 
 PARQUET_FILE = "read_parquet($1, hive_partitioning = false)"
@@ -33,7 +33,7 @@ def read_parquet(path: Path) -> list[dict[str, Any]]:
             names = [column[0] for column in found.description or ()]
             values = found.fetchall()
     except duckdb.Error as error:
-        raise QueryError(f"{path}: cannot be read as Parquet: {one_line(error)}; correct it, or its path") from error
+        raise QueryError(f"{path}: cannot be read as Parquet: {cause_of(error)}; correct it, or its path") from error
     try:
         return [dict(zip(names, map(_json, row), strict=True)) for row in values]
     except UnicodeDecodeError as error:

@@ -10,7 +10,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.progress import Manifest
-from rollstream.learner.retrain import RecordedJob, Retraining, check_ranks, threads_of
+from rollstream.learner.retrain import RecordedJob, Retraining, check_recorded_ranks, threads_of
 from rollstream.learner.versions import library_versions
 from rollstream.replay.report import Report, first_field
 from rollstream.replay.source import RunEvents, by_job, of_type
@@ -83,11 +83,11 @@ async def train(
     asked = versions_asked(events.run_id, jobs, first, last, epoch, has_ended=events.has_ended)
     for job, versions in asked:
         own = permissions._replace(allow=permissions.allow | {f"{MODEL}{job.submitted.settings.model.path}"})
-        check_ranks(job, versions, first=versions[0], num=together.num)
+        check_recorded_ranks(job, versions, first=versions[0], num=together.num)
         retraining = Retraining(job, threads=threads_of(job), permissions=own, ranks=together)
         usable = None if first is None and epoch is None else checkpoints
         version = retraining.begin(artifacts, usable, version=versions[0] - 1, until=versions[-1])
-        check_ranks(job, range(version + 1, versions[0]), first=versions[0], num=together.num)
+        check_recorded_ranks(job, range(version + 1, versions[0]), first=versions[0], num=together.num)
         on_progress(f"job {job.submitted.job_id}: from version {version}, to {versions[-1]}")
         missing = set(range(versions[0], versions[-1] + 1))
         async for recorded, replayed in retraining.steps(log, until=versions[-1]):

@@ -144,7 +144,7 @@ def _run() -> None:
     except (RollstreamError, OSError) as error:
         if os.environ.get("ROLLSTREAM_DEBUG"):
             raise
-        click.echo(f"error: {one_line(error)}", err=True)
+        click.echo(f"error: {error_line(error)}", err=True)
         code = 1
     except ModuleNotFoundError as error:
         reason = missing(error)
@@ -161,7 +161,7 @@ def _run() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """An error's message on one line without secrets, or its type if the message is empty; for an OSError, path and
     remedy."""
     if isinstance(error, OSError) and error.errno in FULL and error.strerror == os.strerror(error.errno):

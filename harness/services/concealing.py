@@ -35,7 +35,7 @@ class ConcealingRecord(logging.LogRecord):
 
 
 def conceal_logs() -> None:
-    """Apply `shown` to all log records of this process from now on, and to uncaught exceptions.
+    """Apply `conceal_and_escape` to all log records of this process from now on, and to uncaught exceptions.
 
     Records are changed, not handlers, because other packages add and remove handlers.
     """

@@ -90,12 +90,12 @@ def connect(path: Path, *, read_only: bool, config: Mapping[str, Any] = SAFE_CON
         if _is_disk_full(error):
             _raise_full(path, error)
         raise MetricsFileError(
-            f"the metrics file {path} cannot be opened: {one_line(error)}; correct its permissions, or remove it: it "
+            f"the metrics file {path} cannot be opened: {cause_of(error)}; correct its permissions, or remove it: it "
             f"is rebuilt from the log"
         ) from error
     except duckdb.Error as error:
         raise MetricsFileError(
-            f"the metrics file {path} cannot be read: {one_line(error)}; remove it: it is rebuilt from the log"
+            f"the metrics file {path} cannot be read: {cause_of(error)}; remove it: it is rebuilt from the log"
         ) from error
 
 
@@ -116,7 +116,7 @@ def close_doors(connection: duckdb.DuckDBPyConnection, scratch: Path | None, mem
     connection.execute("SET lock_configuration = true")
 
 
-def one_line(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """The message of an error in one line, without DuckDB's pointers into the text."""
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(("^", "LINE ")))
@@ -184,7 +184,7 @@ class Database:
             try:
                 self._connection.execute("CHECKPOINT")
             except duckdb.Error as error:
-                logger.warning("the write-ahead log of %s was kept for the next start: %s", self.path, one_line(error))
+                logger.warning("the write-ahead log of %s was kept for the next start: %s", self.path, cause_of(error))
             self._connection.close()
 
     def check_in_place(self) -> None:
@@ -335,7 +335,7 @@ class Database:
         try:
             self._connection.execute("CHECKPOINT")
         except duckdb.IOException as error:  # what was committed is in the write-ahead log
-            logger.warning("the write-ahead log of %s grows until there is free space: %s", self.path, one_line(error))
+            logger.warning("the write-ahead log of %s grows until there is free space: %s", self.path, cause_of(error))
 
     def _reopen(self) -> None:
         """DuckDB ends the use of a file on whose full disk a checkpoint failed; what was committed is in its log."""
@@ -353,7 +353,7 @@ class Database:
         except duckdb.Error as error:
             if not _is_disk_full(error):
                 raise
-            logger.warning("the write-ahead log of %s cannot be written yet: %s", self.path, one_line(error))
+            logger.warning("the write-ahead log of %s cannot be written yet: %s", self.path, cause_of(error))
 
     def _wal_bytes(self) -> int:
         return self._wal.stat().st_size if self._wal.exists() else 0

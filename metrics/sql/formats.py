@@ -11,7 +11,7 @@ from typing import Any
 
 import duckdb
 
-from rollstream.metrics.projection.database import one_line
+from rollstream.metrics.projection.database import cause_of
 from rollstream.metrics.sql.printable import json_escaped, printable
 from rollstream.metrics.sql.result import Result
 from rollstream.metrics.sql.table import table
@@ -74,7 +74,7 @@ def _check_column(name: str, kind: str, column: Sequence[Any]) -> None:
     except duckdb.Error as error:
         raise QueryError(
             f"column {printable(name)} of type {printable(kind)} cannot be written to Parquet: "
-            f"{printable(one_line(error))}; cast it to VARCHAR or JSON in the query, or use --format json"
+            f"{printable(cause_of(error))}; cast it to VARCHAR or JSON in the query, or use --format json"
         ) from error
 
 

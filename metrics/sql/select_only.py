@@ -6,7 +6,7 @@ the process that this runs in (`query`).
 
 import duckdb
 
-from rollstream.metrics.projection.database import one_line
+from rollstream.metrics.projection.database import cause_of
 from rollstream.metrics.sql.result import Result, plain
 from rollstream.schemas.errors import QueryError
 
@@ -19,7 +19,7 @@ def check(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
     try:
         statements = cursor.extract_statements(sql)
     except duckdb.Error as error:
-        raise QueryError(f"SQL: {one_line(error)}") from error
+        raise QueryError(f"SQL: {cause_of(error)}") from error
     if len(statements) != 1:
         raise QueryError(f"SQL: one SELECT at a time; this has {len(statements)} statements; send each alone")
     if statements[0].type == duckdb.StatementType.MULTI:
@@ -37,9 +37,9 @@ def run_select(cursor: duckdb.DuckDBPyConnection, sql: str, *, limit: int) -> Re
     try:
         return _select(cursor, statement, max(0, min(limit, MAX_ROWS)))
     except duckdb.OutOfMemoryException as error:
-        raise MemoryError(one_line(error)) from error
+        raise MemoryError(cause_of(error)) from error
     except (duckdb.Error, RuntimeError) as error:
-        raise QueryError(f"SQL: {one_line(error)}") from error
+        raise QueryError(f"SQL: {cause_of(error)}") from error
 
 
 def _select(cursor: duckdb.DuckDBPyConnection, statement: duckdb.Statement, limit: int) -> Result:

@@ -14,7 +14,7 @@ from rollstream.eventlog.files import sync_file
 from rollstream.eventlog.log import Record
 from rollstream.metrics.parquet import PARQUET_FILE, pattern_of
 from rollstream.metrics.projection.columns import quoted
-from rollstream.metrics.projection.database import one_line
+from rollstream.metrics.projection.database import cause_of
 from rollstream.replay.archive.manifest import hash_file
 from rollstream.schemas.errors import LogError
 
@@ -125,6 +125,6 @@ class Staging:
             self._connection.execute(f"COPY {source} TO {quoted(str(path))} ({options})")
         except duckdb.Error as error:
             raise LogError(
-                f"file {path} of the export cannot be written: {one_line(error)}; free space there, "
+                f"file {path} of the export cannot be written: {cause_of(error)}; free space there, "
                 "or give another --output"
             ) from error

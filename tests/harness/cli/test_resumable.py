@@ -10,7 +10,7 @@ import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.cli.main import one_line
+from rollstream.harness.cli.main import error_line
 from rollstream.harness.cli.terminal import interruption_line
 from rollstream.harness.finetune import Interrupted, _Conducted, _resumable
 from rollstream.harness.runs.outcome import Outcome
@@ -39,7 +39,7 @@ def test_an_error_of_an_open_run_has_the_command_that_resumes_it(error: Exceptio
     run.begun.set()
     with pytest.raises(type(error)) as message, _resumable(run, is_open=True):
         raise error
-    assert RESUMES in one_line(message.value)
+    assert RESUMES in error_line(message.value)
     assert getattr(message.value, "errno", None) == getattr(error, "errno", None)
     with pytest.raises(type(error)) as same, _resumable(run, is_open=False):
         raise error

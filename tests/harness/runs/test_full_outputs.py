@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from rollstream.harness.cli.main import one_line, rollstream
+from rollstream.harness.cli.main import error_line, rollstream
 from rollstream.harness.services.workspace import Workspace
 from rollstream.metrics.projection.database import Database
 
@@ -31,11 +31,11 @@ def test_the_workspaces_lock_and_a_tiny_model_are_named(small_disk: Callable[[in
     disk.fill()
     with pytest.raises(OSError, match="No space left") as raised, Workspace(disk.folder).in_use("finetune"):
         pass
-    assert one_line(raised.value) == f"{disk.folder / 'finetune.lock'}: {REMEDY}"
+    assert error_line(raised.value) == f"{disk.folder / 'finetune.lock'}: {REMEDY}"
     error = CliRunner().invoke(rollstream, ["tiny-model", str(disk.folder / "tiny")]).exception
     assert error is not None
-    assert one_line(error).startswith(f"{disk.folder / 'tiny'}")
-    assert one_line(error).endswith(REMEDY)
+    assert error_line(error).startswith(f"{disk.folder / 'tiny'}")
+    assert error_line(error).endswith(REMEDY)
 
 
 def test_a_query_that_a_full_disk_cuts_off_leaves_the_file_that_was_there(
@@ -48,5 +48,5 @@ def test_a_query_that_a_full_disk_cuts_off_leaves_the_file_that_was_there(
     query = ["SELECT repeat('x', 2000000) AS x", "--format", "json", "--no-wait", "-w", str(tmp_path)]
     error = CliRunner().invoke(rollstream, ["sql", *query, "--output", str(path)]).exception
     assert error is not None
-    assert one_line(error) == f"{path}: {REMEDY}"
+    assert error_line(error) == f"{path}: {REMEDY}"
     assert {one.name: one.read_text() for one in disk.folder.iterdir()} == {"rows.json": "[]"}

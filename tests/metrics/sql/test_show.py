@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.log import Record
-from rollstream.harness.cli.main import one_line, rollstream
+from rollstream.harness.cli.main import error_line, rollstream
 from rollstream.learner.untrained import OUTCOMES
 from rollstream.metrics.plot import epochs_with_reward, moving_mean, plot_run, reward_figure
 from rollstream.metrics.projection.database import Database
@@ -250,7 +250,7 @@ def test_a_full_disk_is_reported_with_the_file_and_the_remedy(tmp_path: Path, sy
         error = CliRunner().invoke(rollstream, [*arguments, *workspace]).exception
         assert error is not None
         message = "/dev/full: No space left on device; free some space there, or write to another disk"
-        assert one_line(error) == message
+        assert error_line(error) == message
 
 
 def test_a_run_that_is_not_known_is_named_with_those_that_are(tmp_path: Path, synthetic: Any) -> None:
