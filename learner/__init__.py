@@ -6,23 +6,23 @@ if TYPE_CHECKING:
     from rollstream.learner import (
         collection,
         inbox,
+        library_versions,
         progress,
         retention,
         retrain,
         tiny_model,
         untrained,
-        versions,
         worker,
     )
 
 __all__ = [
     "collection",
     "inbox",
+    "library_versions",
     "progress",
     "retention",
     "retrain",
     "tiny_model",
     "untrained",
-    "versions",
     "worker",
 ]

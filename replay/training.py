@@ -8,10 +8,10 @@ from transformers.utils.logging import disable_progress_bar
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
+from rollstream.learner.library_versions import library_versions
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.progress import Manifest
 from rollstream.learner.retrain import RecordedJob, Retraining, check_recorded_ranks, threads_of
-from rollstream.learner.versions import library_versions
 from rollstream.replay.report import Report, first_field
 from rollstream.replay.source import RunEvents, by_job, of_type
 from rollstream.replay.weights import log_state

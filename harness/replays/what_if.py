@@ -25,7 +25,7 @@ from rollstream.harness.runs.plan import planned_as
 from rollstream.harness.runs.preflight import check_rewards
 from rollstream.harness.runs.sampling_checks import check_temperature
 from rollstream.harness.runs.stored_config import check_stored
-from rollstream.learner.versions import library_versions
+from rollstream.learner.library_versions import library_versions
 from rollstream.replay import assembly
 from rollstream.replay.fork import misfit
 from rollstream.replay.source import RunEvents, of_type, read_run

@@ -23,7 +23,7 @@ from rollstream.harness.runs.preflight import check_inputs, environment_of, user
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.sampling_checks import reads_base_models
 from rollstream.harness.runs.stored_config import check_stored, check_variables, from_variables, name_changes
-from rollstream.learner.versions import library_versions
+from rollstream.learner.library_versions import library_versions
 from rollstream.producers.engines.base import base_model_of
 from rollstream.producers.league.draw import frozen_player
 from rollstream.producers.league.opponents import PublishedVersions

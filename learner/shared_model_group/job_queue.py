@@ -17,11 +17,11 @@ from rollstream.eventlog.artifact_retry import put, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.run_offsets import LETTERS, PARTITIONED, TOPICS, ends_now, start_offsets_of
+from rollstream.learner.library_versions import library_versions
 from rollstream.learner.shared_model_group import examples, fine_tune_job
 from rollstream.learner.shared_model_group.group_view import GroupView, view
 from rollstream.learner.shared_model_group.job_lifecycle import FAILURES, FineTuneJob, ModelGroupState
 from rollstream.learner.shared_model_group.parameters import JobStateError
-from rollstream.learner.versions import library_versions
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import JobKind
 from rollstream.schemas.base import Event

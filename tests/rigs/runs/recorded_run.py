@@ -15,8 +15,8 @@ from rollstream.eventlog.log import Record, TopicPartition, format_position
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import jobs_of
+from rollstream.learner.library_versions import library_versions
 from rollstream.learner.model.ranks import Ranks
-from rollstream.learner.versions import library_versions
 from rollstream.learner.worker import Worker
 from rollstream.processors.assemble.shell import AssembleShell
 from rollstream.processors.curate.shell import CurateShell
