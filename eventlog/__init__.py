@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rollstream.eventlog import (
-        artifact_retry,
         artifacts,
         attempts,
+        blocking_calls,
         codec,
         dead_letters,
         disk_space,
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "artifact_retry",
     "artifacts",
     "attempts",
+    "blocking_calls",
     "codec",
     "dead_letters",
     "disk_space",

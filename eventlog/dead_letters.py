@@ -15,8 +15,8 @@ from typing import NamedTuple
 import orjson
 from pydantic import ValidationError
 
-from rollstream.eventlog.artifact_retry import put
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import put
 from rollstream.eventlog.log import EventLog, Headers, Position, Record, TopicPartition, format_position, record_size
 from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import LogError

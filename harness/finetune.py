@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from rollstream.eventlog.artifact_retry import retrying
+from rollstream.eventlog.blocking_calls import retrying
 from rollstream.harness.components.conduct import conduct as conduct_epochs
 from rollstream.harness.config import file as config_file
 from rollstream.harness.runs.conductor import Conductor, background_work

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.artifact_retry import Retry
+from rollstream.eventlog.blocking_calls import Retry
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder
 from rollstream.learner.checkpoints.faults import Faults

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from rollstream.eventlog import terms
-from rollstream.eventlog.artifact_retry import NeededSpace, Retry, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import NeededSpace, Retry, retrying
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import EventLog

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollstream.eventlog.artifact_retry import Retry
+from rollstream.eventlog.blocking_calls import Retry
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.files import HashedFile
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder, CheckpointPosition, CheckpointWriter, part

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
-from rollstream.eventlog.artifact_retry import NotNeededError, Retry
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import NotNeededError, Retry
 from rollstream.eventlog.log import EventLog
 from rollstream.learner.checkpoints.faults import Faults
 from rollstream.learner.collection import NeedsReader

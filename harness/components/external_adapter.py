@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from rollstream.eventlog.artifact_retry import retrying
+from rollstream.eventlog.blocking_calls import retrying
 from rollstream.eventlog.files import write_whole
 from rollstream.harness.components import epochs, run_completion
 from rollstream.harness.components.adapter import FINAL, RollstreamTrainerAdapter, num_ahead

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollstream.eventlog.artifact_retry import retrying
+from rollstream.eventlog.blocking_calls import retrying
 from rollstream.harness.components.adapter import FINAL, NOTHING_TRAINED, RollstreamTrainerAdapter, num_ahead
 from rollstream.harness.components.curriculum import choose, name_of, resumed, reward_stats, settings_of
 from rollstream.harness.components.history import EpochFiles

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 from pydantic import JsonValue
 
-from rollstream.eventlog.artifact_retry import put
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import put
 from rollstream.schemas import ids
 from rollstream.schemas.events import TaskRequested
 from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedGroup, RecordedMember

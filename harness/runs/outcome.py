@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rollstream.eventlog.artifact_retry import NeededSpace, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import NeededSpace, retrying
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.runs.earlier_output import list_groups, take_output_dir
 from rollstream.harness.runs.follower import records_of, versions_of

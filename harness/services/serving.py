@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from rollstream.eventlog.artifact_retry import own_threads_ended
+from rollstream.eventlog.blocking_calls import own_threads_ended
 from rollstream.eventlog.broker.broker import own_block
 from rollstream.eventlog.kafka.topic_ids import Found, check_topics, watch_topics
 from rollstream.eventlog.private import make_private

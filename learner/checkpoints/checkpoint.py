@@ -22,7 +22,7 @@ import safetensors.torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from rollstream.eventlog.artifact_retry import NeededSpace, Retry, retrying
+from rollstream.eventlog.blocking_calls import NeededSpace, Retry, retrying
 from rollstream.eventlog.files import (
     HashedFile,
     give_name,

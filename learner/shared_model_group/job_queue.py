@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from rollstream.eventlog.artifact_retry import put, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import put, retrying
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.run_offsets import LETTERS, PARTITIONED, TOPICS, ends_now, start_offsets_of
 from rollstream.learner.library_versions import library_versions

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollstream.eventlog.artifact_retry import retrying
+from rollstream.eventlog.blocking_calls import retrying
 from rollstream.eventlog.codec import decode, kind_of, own_partition
 from rollstream.eventlog.dead_letters import redriven
 from rollstream.eventlog.failpoints import failpoint

@@ -22,8 +22,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import Retry
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import Encoded, EventLog, Received, Record, TopicPartition, check_event_size
 from rollstream.eventlog.reading import decode_or_none

@@ -11,8 +11,8 @@ from dataclasses import replace
 import orjson
 from pydantic import JsonValue
 
-from rollstream.eventlog.artifact_retry import Retry, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import Retry, retrying
 from rollstream.processors.curate import curriculum
 from rollstream.processors.curate.state import Epoch, Job, Run
 from rollstream.schemas import ids

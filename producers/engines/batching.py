@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from rollstream.eventlog.artifact_retry import in_own_thread
+from rollstream.eventlog.blocking_calls import in_own_thread
 from rollstream.producers.engines.base import CLOSED, DeviceLostError, Generation, GenerationRequest
 from rollstream.producers.engines.scheduling import MAX_PADDED_TOKENS, JoinLimits, PoolCapacity, WaitingPrompt, joining
 from rollstream.schemas.errors import ModelError, describe, is_of_device

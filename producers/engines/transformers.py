@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rollstream.eventlog.artifact_retry import in_own_thread
+from rollstream.eventlog.blocking_calls import in_own_thread
 from rollstream.producers.engines.base import (
     Capabilities,
     Generation,

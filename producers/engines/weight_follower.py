@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollstream.eventlog import terms
-from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import in_own_thread
 from rollstream.eventlog.codec import kind_of
 from rollstream.eventlog.disk_space import is_outage
 from rollstream.eventlog.log import EventLog, LogReader, Record, TopicPartition

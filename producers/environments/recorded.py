@@ -2,8 +2,8 @@
 
 from pydantic import ValidationError
 
-from rollstream.eventlog.artifact_retry import in_own_thread, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import in_own_thread, retrying
 from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.producers.rollout.reply import MAX_TURNS, TurnsExhausted

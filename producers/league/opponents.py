@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollstream.eventlog import terms
-from rollstream.eventlog.artifact_retry import in_own_thread
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import in_own_thread
 from rollstream.eventlog.codec import decode, kind_of
 from rollstream.eventlog.log import EventLog, Position, Received
 from rollstream.eventlog.reading import MOST_RECORDS, decode_or_none, read_events, read_to_end

@@ -12,7 +12,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any, Protocol
 
-from rollstream.eventlog.artifact_retry import start_thread
+from rollstream.eventlog.blocking_calls import start_thread
 from rollstream.schemas.errors import EnvironmentRunError, describe, is_of_users, message_of, raised_at
 from rollstream.schemas.events import RewardRecorded, StepRecorded
 from rollstream.schemas.settings import RolloutSettings

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rollstream.eventlog.artifact_retry import in_own_thread
+from rollstream.eventlog.blocking_calls import in_own_thread
 from rollstream.eventlog.http.http_json import HttpServer, TryAgainError, excerpt
 from rollstream.producers.engines.base import FinishReason, Generation, GenerationRequest, keeps_ids
 from rollstream.producers.engines.vllm.asking import AnsweredTokens, TooFewToldError

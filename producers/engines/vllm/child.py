@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollstream.eventlog.artifact_retry import in_own_thread
+from rollstream.eventlog.blocking_calls import in_own_thread
 from rollstream.eventlog.broker import guard
 from rollstream.eventlog.broker.credentials import HOST
 from rollstream.eventlog.broker.ports import free_ports

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rollstream.eventlog.artifact_retry import in_own_thread
+from rollstream.eventlog.blocking_calls import in_own_thread
 from rollstream.eventlog.http.http_json import HttpServer
 from rollstream.producers.engines.base import (
     CLOSED,

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from rollstream.eventlog.artifact_retry import in_own_thread
+from rollstream.eventlog.blocking_calls import in_own_thread
 from rollstream.eventlog.http.http_json import TryAgainError, UnreachableError
 from rollstream.producers.engines.base import Generation, GenerationRequest, max_new_tokens_of
 from rollstream.producers.engines.vllm.answers import LostVersionError, RefusedVersionError

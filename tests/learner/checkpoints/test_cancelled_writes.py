@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import Retry
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
 from rollstream.schemas.events import JobCancelled, JobFailed, JobSubmitted, JobSucceeded, RunEnded, WeightsPublished
 from tests.learner.conftest import GROUP, RUN

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.artifact_retry import Retry
+from rollstream.eventlog.blocking_calls import Retry
 from rollstream.learner.worker import Worker
 from rollstream.schemas.events import JobFailed, JobSucceeded, WeightsPublished
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import Retry
 from rollstream.eventlog.files import HashedFile
 from rollstream.learner.checkpoints.checkpoint import CheckpointFolder
 from rollstream.learner.model.tensor_file import from_bytes, to_bytes

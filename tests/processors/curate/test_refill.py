@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import Retry
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.processors.curate.shell import CurateShell
 from rollstream.schemas.base import Event

@@ -8,8 +8,8 @@ import orjson
 import pytest
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import Retry
 from rollstream.eventlog.log import Position, Received, Record, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.processors.curate import fold as curate

@@ -8,8 +8,8 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.artifact_retry import Retry
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import Retry
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.kafka.security import client_options
 from rollstream.eventlog.log import TopicPartition, partition_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.eventlog.artifact_retry import NotNeededError, Retry, in_own_thread, own_threads_ended, retrying
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.blocking_calls import NotNeededError, Retry, in_own_thread, own_threads_ended, retrying
 from rollstream.schemas.errors import ArtifactError, StoreUnavailableError
 from tests.rigs.remote_outage import RemoteFileSystem
 
