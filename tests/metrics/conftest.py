@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.metrics.projection.database import Database, connect
 from rollstream.metrics.projection.projector import project_to_end
@@ -270,6 +271,17 @@ def answers(tmp_path: Path, found: list[Event], *queries: str) -> list[list[Any]
             return [connection.execute(query).fetchall() for query in queries]
 
     return asyncio.run(scenario())
+
+
+def ask(path: Path, sql: str) -> list[Any]:
+    """Rows of a metrics file."""
+    with connect(path, read_only=True) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def grow(log: EventLog, path: Path) -> None:
+    """Project up to the log's end, as a service that stops at once."""
+    asyncio.run(project_to_end(log, path))
 
 
 def empty_file(folder: Path) -> Path:

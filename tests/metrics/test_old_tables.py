@@ -8,26 +8,15 @@ import duckdb
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.metrics.projection.database import MetricsFileError
-from rollstream.metrics.projection.projector import project_to_end
 from rollstream.metrics.sql.client import query
 from rollstream.replay.archive.export import export_run
 from rollstream.replay.archive.log import ExportLog, rebuild_exported
 from rollstream.schemas.errors import QueryError, TruncatedError
-from tests.metrics.conftest import empty_file
-
-
-def grow(log: EventLog, path: Path) -> None:
-    asyncio.run(project_to_end(log, path))
-
-
-def log_of(*runs: Any) -> MemoryLog:
-    log = MemoryLog(num_partitions=2)
-    for run in runs:
-        asyncio.run(log.send_all(list(run.all_events())))
-    return log
+from tests.metrics.conftest import empty_file, grow
+from tests.metrics.export_rig import log_of
 
 
 def make_old(path: Path) -> None:

@@ -13,17 +13,16 @@ import pytest
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.disk_space import is_full
-from rollstream.eventlog.log import EventLog, Record, TopicPartition, partition_of
+from rollstream.eventlog.log import Record, TopicPartition, partition_of
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.eventlog.reading import read_to_end
 from rollstream.metrics.projection.database import MetricsFileError
-from rollstream.metrics.projection.projector import project_to_end
 from rollstream.metrics.rebuild import rebuild
 from rollstream.replay.archive.export import export_run
 from rollstream.replay.archive.log import ExportLog, rebuild_exported
 from rollstream.schemas.errors import DecodeError, TruncatedError
 from rollstream.schemas.topics import TOPICS
-from tests.metrics.conftest import empty_file
+from tests.metrics.conftest import empty_file, grow
 
 
 def log_of(*runs: Any) -> MemoryLog:
@@ -38,11 +37,6 @@ def log_of(*runs: Any) -> MemoryLog:
 
     asyncio.run(fill())
     return log
-
-
-def grow(log: EventLog, path: Path) -> None:
-    """Project up to the log's end, as a service that stops at once."""
-    asyncio.run(project_to_end(log, path))
 
 
 def rows_of(path: Path, run_id: str | None = None) -> dict[str, list[Any]]:

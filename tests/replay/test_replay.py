@@ -19,23 +19,10 @@ from rollstream.replay.source import read_run
 from rollstream.replay.training import check_libraries, versions_asked
 from rollstream.schemas.errors import ArtifactError, ConfigError, DecodeError, ModelError, TruncatedError
 from rollstream.schemas.events import BatchPlanned, GroupClosed, RunEnded, WeightsPublished
-from tests.rigs.runs import replay_rig
 from tests.rigs.runs.recorded_run import EPOCHS, JOB
 from tests.rigs.runs.replay_rig import only_difference, trained, verified
 from tests.rigs.steps_rig import RUN as STEPS_RUN
 from tests.rigs.steps_rig import attempt, started, tick
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    return replay_rig.record(tmp_path_factory.mktemp("replay"))
-
-
-@pytest.fixture
-def run(recorded):
-    """The recorded run, to be tampered with."""
-    return replay_rig.tampered(recorded)
-
 
 # ---- equal ----
 

@@ -24,17 +24,6 @@ from tests.rigs.runs.recorded_run import EPOCHS, JOB
 from tests.rigs.runs.replay_rig import named, trained, verified
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    return replay_rig.record(tmp_path_factory.mktemp("replay"))
-
-
-@pytest.fixture
-def run(recorded):
-    """The recorded run, to be tampered with."""
-    return replay_rig.tampered(recorded)
-
-
 @pytest.mark.parametrize(
     ("topic", "kind", "nth", "found"),
     [

@@ -18,7 +18,6 @@ from rollstream.replay.training import recorded_jobs
 from rollstream.replay.whole import BUNDLE_BYTES, check_runs
 from rollstream.schemas.errors import TruncatedError
 from rollstream.schemas.events import JobSubmitted, JobSucceeded
-from tests.rigs.runs import replay_rig
 from tests.rigs.runs.recorded_run import EPOCHS, JOB
 from tests.rigs.runs.replay_rig import named, tampered, trained, verified
 
@@ -26,11 +25,6 @@ PARTITIONS = [
     *(("steps", 0), ("steps", 1), ("trajectories", 0), ("trajectories", 1)),
     *((topic, 0) for topic in ("groups", "tasks", "batches", "jobs", "weights")),
 ]
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return replay_rig.record(tmp_path_factory.mktemp("replay"))
 
 
 def cut(recorded: Any, topic: str, partition: int, keep: int) -> Any:

@@ -21,6 +21,7 @@ from rollstream.eventlog.broker.lock import find_running
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.schemas.errors import BrokerError
 from rollstream.schemas.kafka import KafkaSettings
+from tests.rigs.services.ended import is_gone
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -53,13 +54,6 @@ def parent(workspace: Path) -> Iterator[subprocess.Popen[str]]:
 
 def broker_json(workspace: Path) -> dict[str, int]:
     return json.loads((workspace / "broker" / "broker.json").read_text())
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def await_end(pid: int, timeout_s: float = 30.0) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from pydantic import Field
 from rollstream.harness.components.build import components_of
 from rollstream.harness.components.conduct import conduct_components
 from rollstream.harness.components.interfaces import TrajectoryBuilder
-from rollstream.harness.config import registry
 from rollstream.harness.config.registry import register_trajectory_builder
 from rollstream.producers.rollout.recorded_call import FLAGS
 from rollstream.schemas.events import BatchPlanned, RunEnded, StepRecorded, TrajectoryRejected
@@ -63,17 +62,10 @@ class Foreign(TrajectoryBuilder):
 
 
 @pytest.fixture(autouse=True)
-def _registered_for_a_test() -> Iterator[None]:
-    registry.discover()
-    before = dict(registry.trajectory_builders)
-
+def _registered_for_a_test(registered_alone: None) -> None:
     @register_trajectory_builder(config_type=ForeignConfig)
     async def build(config: ForeignConfig, builder: Any) -> AsyncIterator[Foreign]:
         yield Foreign(config)
-
-    yield
-    registry.trajectory_builders.clear()
-    registry.trajectory_builders.update(before)
 
 
 def trained_and_rejected(

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,6 @@ from rollstream.harness.components.conduct import conduct_components
 from rollstream.harness.components.external_adapter import recording
 from rollstream.harness.components.interfaces import TrainerAdapter, TrajectoryBuilder
 from rollstream.harness.config import file as config_file
-from rollstream.harness.config import registry
 from rollstream.harness.config.components import RollstreamTrainerAdapterConfig
 from rollstream.harness.config.jobs import RunLocation, services_of
 from rollstream.harness.config.registry import register_trainer_adapter, register_trajectory_builder
@@ -117,10 +116,7 @@ class MixedConfig(RollstreamTrainerAdapterConfig, name="mixed_test_backend"):
 
 
 @pytest.fixture(autouse=True)
-def _registered_for_a_test() -> Iterator[None]:
-    registry.discover()
-    known = (registry.trajectory_builders, registry.trainer_adapters)
-    before = [dict(one) for one in known]
+def _registered_for_a_test(registered_alone: None) -> None:
     OtherBackend.given.clear()
 
     @register_trajectory_builder(config_type=TextsConfig)
@@ -131,11 +127,6 @@ def _registered_for_a_test() -> Iterator[None]:
     @register_trainer_adapter(config_type=BackendConfig)
     async def build_backend(config: BackendConfig, builder: Any) -> AsyncIterator[OtherBackend]:
         yield OtherBackend(config)
-
-    yield
-    for one, content in zip(known, before, strict=True):
-        one.clear()
-        one.update(content)
 
 
 def written(folder: Path, **adapter: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from rollstream.harness.components import epochs, run_completion
 from rollstream.harness.components.build import components_of
 from rollstream.harness.components.conduct import conduct_components
 from rollstream.harness.components.interfaces import TrajectoryBuilder
-from rollstream.harness.config import registry
 from rollstream.harness.config.registry import register_trajectory_builder
 from rollstream.harness.runs import outcome as ending
 from rollstream.harness.runs.outcome import Outcome
@@ -62,17 +61,10 @@ class TextBuilder(TrajectoryBuilder):
 
 
 @pytest.fixture(autouse=True)
-def _registered_for_a_test() -> Iterator[None]:
-    registry.discover()
-    before = dict(registry.trajectory_builders)
-
+def _registered_for_a_test(registered_alone: None) -> None:
     @register_trajectory_builder(config_type=TextConfig)
     async def build(config: TextConfig, builder: Any) -> AsyncIterator[TextBuilder]:
         yield TextBuilder(config)
-
-    yield
-    registry.trajectory_builders.clear()
-    registry.trajectory_builders.update(before)
 
 
 def with_text(folder: Path, builder: dict[str, Any] | None = None, **finetuning: Any) -> dict[str, Any]:

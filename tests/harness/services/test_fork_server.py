@@ -22,6 +22,7 @@ from rollstream.harness.services.fork_server import (
     start_where_possible,
 )
 from rollstream.harness.services.supervisor import ChildSpec, Supervisor
+from tests.rigs.services.ended import is_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_POSSIBLE, reason="only Linux without a GPU can fork safely")]
 
@@ -45,13 +46,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.fixture

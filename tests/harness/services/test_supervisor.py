@@ -17,6 +17,7 @@ from rollstream.eventlog.broker.restarts import MAX_RESTARTS
 from rollstream.harness.services import supervisor as supervisor_module
 from rollstream.harness.services.supervisor import MAX_RELAYED, SILENCE_S, WARN_S, LogRelay, Supervisor
 from rollstream.schemas.errors import RunFailedError
+from tests.rigs.services.ended import is_gone
 from tests.rigs.services.service_processes import spec
 
 pytestmark = pytest.mark.slow
@@ -26,14 +27,6 @@ TIED = (
     "import os, time; from rollstream.harness.services.liveness import die_with_parent; die_with_parent(os.environ); "
 )
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-
-
-def is_gone(pid: int) -> bool:
-    """Also once another thread of the interpreter has reaped it."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 async def wait_until(condition, timeout_s: float = 20.0) -> None:

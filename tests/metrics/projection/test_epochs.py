@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.metrics.projection.database import connect
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import EpochSealed, GroupClosed
-from tests.metrics.conftest import SyntheticRun, empty_file
+from tests.metrics.conftest import SyntheticRun, ask, empty_file
 
 RUNS = ("demo-000001", "demo-000002", "demo-000003")
 CLOSED = {"group_closed", "group_member"}
@@ -48,11 +47,6 @@ def projected(folder: Path, found: list[Event]) -> Path:
 
     asyncio.run(scenario())
     return path
-
-
-def ask(path: Path, sql: str) -> list[Any]:
-    with connect(path, read_only=True) as connection:
-        return connection.execute(sql).fetchall()
 
 
 def scans(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:

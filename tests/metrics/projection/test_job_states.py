@@ -16,7 +16,7 @@ from rollstream.schemas import events, ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events.run_states import run_state
 from rollstream.schemas.settings import ArtifactRef, JobSettings, ModelSettings, PlanSettings, RolloutSettings
-from tests.metrics.conftest import empty_file
+from tests.metrics.conftest import ask, empty_file
 
 
 def project(path: Path, found: list[Event]) -> None:
@@ -26,11 +26,6 @@ def project(path: Path, found: list[Event]) -> None:
         await project_to_end(log, path)
 
     asyncio.run(scenario())
-
-
-def ask(path: Path, sql: str) -> list[Any]:
-    with connect(path, read_only=True) as connection:
-        return connection.execute(sql).fetchall()
 
 
 def test_the_first_end_of_a_job_counts_and_the_runs_end_where_it_has_none(tmp_path: Path, synthetic: Any) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.metrics.projection.database import connect
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import GroupClosed
 from rollstream.schemas.events.training import MatchResult
-from tests.metrics.conftest import empty_file
+from tests.metrics.conftest import ask, empty_file
 from tests.rigs.runs.league_ratings import by_seat, elo, matches_of, payoffs
 
 RUN, GROUP = "run-1", "run-1/policy"
@@ -74,11 +73,6 @@ def project_all(found: Iterable[Event], path: Path) -> None:
     asyncio.run(project())
 
 
-def rows(path: Path, sql: str) -> list[Any]:
-    with connect(path, read_only=True) as connection:
-        return connection.execute(sql).fetchall()
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_views_match_the_folds(tmp_path: Path, seed: int) -> None:
     groups = league(seed)
@@ -87,13 +81,13 @@ def test_the_views_match_the_folds(tmp_path: Path, seed: int) -> None:
     random.Random(seed).shuffle(shuffled)
     path = empty_file(tmp_path)
     project_all(shuffled, path)
-    ratings = dict(rows(path, "SELECT player, rating FROM league_ratings"))
+    ratings = dict(ask(path, "SELECT player, rating FROM league_ratings"))
     assert ratings == pytest.approx(elo(matches), abs=1e-9)
-    found = rows(path, "SELECT player, opponent, num_matches, num_wins, num_draws, num_losses FROM payoff_matrix")
+    found = ask(path, "SELECT player, opponent, num_matches, num_wins, num_draws, num_losses FROM payoff_matrix")
     assert {row[:2]: row[2:] for row in found} == {
         pair: (one.num_matches, one.num_wins, one.num_draws, one.num_losses) for pair, one in payoffs(matches).items()
     }
-    found = rows(path, "SELECT player, seat, opponent, sum(num_matches), sum(num_wins) FROM seat_results GROUP BY ALL")
+    found = ask(path, "SELECT player, seat, opponent, sum(num_matches), sum(num_wins) FROM seat_results GROUP BY ALL")
     assert {row[:3]: row[3:] for row in found} == {
         seat: (one.num_matches, one.num_wins) for seat, one in by_seat(matches).items()
     }
@@ -102,7 +96,7 @@ def test_the_views_match_the_folds(tmp_path: Path, seed: int) -> None:
 def test_a_rating_names_the_version_it_is_of(tmp_path: Path) -> None:
     path = empty_file(tmp_path)
     project_all(league(0), path)
-    found = rows(path, "SELECT player, model_group, version FROM league_ratings")
+    found = ask(path, "SELECT player, model_group, version FROM league_ratings")
     assert ("run-1/policy@3", "run-1/policy", 3) in found
     assert ("old/policy@4", "old/policy", 4) in found
     assert ("scripted:perfect", "", None) in found
@@ -112,4 +106,4 @@ def test_without_a_league_the_views_are_empty(tmp_path: Path, synthetic: Any) ->
     path = empty_file(tmp_path)
     project_all(synthetic.all_events(), path)
     for name in ("matches", "payoff_matrix", "seat_results", "league_ratings"):
-        assert rows(path, f"SELECT * FROM {name}") == []
+        assert ask(path, f"SELECT * FROM {name}") == []

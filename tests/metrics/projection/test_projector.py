@@ -8,7 +8,7 @@ import duckdb
 import pytest
 
 from rollstream.eventlog.dead_letters import send_dead_letter
-from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.metrics.projection.database import Database, MetricsFileError, connect
 from rollstream.metrics.projection.projector import Projector, project_to_end
@@ -17,23 +17,13 @@ from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events.rollouts import LLMCall, Prefix
 from rollstream.schemas.events.weights import Scorer
-from tests.metrics.conftest import empty_file
-
-
-def project_all(log: EventLog, path: Path) -> None:
-    """Project up to the log's end, as a service that stops at once."""
-    asyncio.run(project_to_end(log, path))
+from tests.metrics.conftest import ask, empty_file, grow
 
 
 def log_of(found: list[Event]) -> MemoryLog:
     log = MemoryLog(num_partitions=2)
     asyncio.run(log.send_all(found))
     return log
-
-
-def ask(path: Path, sql: str) -> list[Any]:
-    with connect(path, read_only=True) as connection:
-        return connection.execute(sql).fetchall()
 
 
 JOB = {"run_id": "run-1", "time_ms": 1, "model_group": "run-1/policy", "job_id": "run-1/rl"}
@@ -68,7 +58,7 @@ def everything(path: Path) -> dict[str, list[Any]]:
 
 def test_every_public_table_has_the_run(tmp_path: Path, synthetic: Any) -> None:
     path = empty_file(tmp_path)
-    project_all(log_of(list(synthetic.all_events())), path)
+    grow(log_of(list(synthetic.all_events())), path)
     found = everything(path)
     num_groups = 9
     assert {name: len(rows) for name, rows in found.items() if name != "offsets"} == {
@@ -83,7 +73,7 @@ def test_every_public_table_has_the_run(tmp_path: Path, synthetic: Any) -> None:
 
 def test_the_epoch_summary_shows_the_rl_epochs_in_order(tmp_path: Path, synthetic: Any) -> None:
     path = empty_file(tmp_path)
-    project_all(log_of(list(synthetic.all_events())), path)
+    grow(log_of(list(synthetic.all_events())), path)
     found = ask(
         path, "SELECT epoch, round(avg_reward, 6), trained_groups, groups, zero_variance_groups FROM epoch_summary"
     )
@@ -97,7 +87,7 @@ def test_a_training_step_has_the_preference_accuracy_of_its_metrics(tmp_path: Pa
     last = max(at for at, event in enumerate(made) if isinstance(event, events.StepTrained))
     made[last] = made[last].model_copy(update={"metrics": reported})
     path = empty_file(tmp_path)
-    project_all(log_of(made), path)
+    grow(log_of(made), path)
     found = ask(path, "SELECT loss, preference_accuracy, preference_margin, metrics['dpo/pairs'] FROM training_steps")
     assert found[-1] == (0.5, 0.75, 0.125, 8.0)
     assert {row[1:] for row in found[:-1]} == {(None, None, None)}
@@ -113,7 +103,7 @@ def test_scores_are_shown_once_a_trajectory_and_scorer_with_their_mean(tmp_path:
 
     path = empty_file(tmp_path)
     made = [scored(0, [-1.0, -2.0]), scored(0, [-1.0, -2.0], term=2), scored(1, [-6.0]), scored(1, [-6.0], version=2)]
-    project_all(log_of(made), path)
+    grow(log_of(made), path)
     columns = "version, batch_id, trajectory_id, role, model, num_tokens, mean_logprob"
     found = ask(path, f"SELECT {columns} FROM reference_scores")
     assert found == [(1, "b0", "t0", "teacher", "wise", 3, -3.0)]
@@ -124,7 +114,7 @@ def test_a_job_shows_the_phase_finish_of_its_last_version_where_it_was_measured(
     last = max(at for at, event in enumerate(made) if isinstance(event, events.JobSucceeded))
     made[last] = made[last].model_copy(update={"finish_s": 0.0})
     path = empty_file(tmp_path)
-    project_all(log_of(made), path)
+    grow(log_of(made), path)
     assert ask(path, "SELECT kind, finish_s FROM jobs ORDER BY kind DESC") == [("sft", 0.5), ("rl", None)]
 
 
@@ -133,14 +123,14 @@ def test_a_job_shows_the_phase_finish_of_its_last_version_where_it_was_measured(
 )
 def test_a_job_that_did_not_succeed_shows_why(tmp_path: Path, ended: Any, error: str) -> None:
     path = empty_file(tmp_path)
-    project_all(log_of([ended]), path)
+    grow(log_of([ended]), path)
     assert ask(path, "SELECT state, error, finish_s FROM log.job_finished") == [(ended.kind[4:], error, None)]
 
 
 def test_a_skipped_job_is_a_row_of_jobs_and_so_is_the_version_that_its_group_took(tmp_path: Path) -> None:
     path = empty_file(tmp_path)
     skipped = events.JobSkipped(**JOB, job_kind="dpo", num_examples=2, min_examples=10, version=4)
-    project_all(log_of([skipped, events.ModelSwitched(**JOB, version=4)]), path)
+    grow(log_of([skipped, events.ModelSwitched(**JOB, version=4)]), path)
     found = ask(path, "SELECT run_id, model_group, kind, state, version, adopted_version, error FROM jobs")
     names = JOB["run_id"], JOB["model_group"]
     assert found == [(*names, "dpo", "skipped", 4, 4, "2 examples, at least 10 are needed")]
@@ -148,7 +138,7 @@ def test_a_skipped_job_is_a_row_of_jobs_and_so_is_the_version_that_its_group_too
 
 def test_every_attempt_has_one_outcome_and_they_add_up(tmp_path: Path, synthetic: Any) -> None:
     path = empty_file(tmp_path)
-    project_all(log_of(list(synthetic.all_events())), path)
+    grow(log_of(list(synthetic.all_events())), path)
     found = ask(path, "SELECT outcome, cause, count(*), sum(tokens) FROM outcomes GROUP BY ALL ORDER BY ALL")
     assert found == [
         ("failed", "producer_lost", 3, 15),
@@ -161,7 +151,7 @@ def test_every_attempt_has_one_outcome_and_they_add_up(tmp_path: Path, synthetic
 def test_training_of_another_run_does_not_change_a_rollouts_outcome(tmp_path: Path, synthetic: Any) -> None:
     found = list(synthetic.all_events())
     reported = "SELECT * FROM outcomes ORDER BY rollout_id"
-    project_all(log_of(found), tmp_path / "alone.duckdb")
+    grow(log_of(found), tmp_path / "alone.duckdb")
     rejected = next(event for event in found if isinstance(event, events.TrajectoryRejected))
     planned = next(event for event in found if isinstance(event, events.BatchPlanned))
     trained = next(event for event in found if isinstance(event, events.StepTrained))
@@ -173,7 +163,7 @@ def test_training_of_another_run_does_not_change_a_rollouts_outcome(tmp_path: Pa
         planned.model_copy(update=other | {"members": (member,)}),
         trained.model_copy(update=other),
     ]
-    project_all(log_of(found), tmp_path / "both.duckdb")
+    grow(log_of(found), tmp_path / "both.duckdb")
     assert ask(tmp_path / "both.duckdb", "SELECT is_trained FROM batches WHERE run_id = 'what-if'") == [(True,)]
     assert ask(tmp_path / "both.duckdb", reported) == ask(tmp_path / "alone.duckdb", reported)
 
@@ -188,7 +178,7 @@ def test_calls_without_log_probabilities_and_discarded_ones_are_waste_of_a_train
             members = tuple(m.model_copy(update=more) for m, more in zip(event.members, unused, strict=True))
             found[index] = event.model_copy(update={"members": members})
     path = empty_file(tmp_path)
-    project_all(log_of(found), path)
+    grow(log_of(found), path)
     wasted = ask(path, "SELECT cause, outcome, num_rollouts, num_tokens FROM wasted_tokens")
     assert wasted == [
         ("zero_variance", "rejected", 12, 120),
@@ -214,17 +204,17 @@ def test_a_prompt_goes_on_from_an_earlier_call_or_forks(tmp_path: Path) -> None:
         for index, call in calls.items()
     ]
     path = empty_file(tmp_path)
-    project_all(log_of(steps), path)
+    grow(log_of(steps), path)
     found = ask(path, "SELECT step_index, kind, num_prompt_tokens FROM prompts ORDER BY step_index")
     assert found == [(0, "first", 4), (1, "bridged", 10), (2, "spliced", 9), (3, "forked", 10), (5, "forked", 3)]
 
 
 def test_repeated_events_and_a_second_reading_change_nothing(tmp_path: Path, synthetic: Any) -> None:
     once = list(synthetic.all_events())
-    project_all(log_of(once), tmp_path / "once.duckdb")
+    grow(log_of(once), tmp_path / "once.duckdb")
     twice = log_of([event for event in once for _ in range(2)] + once)
-    project_all(twice, tmp_path / "twice.duckdb")
-    project_all(twice, tmp_path / "twice.duckdb")
+    grow(twice, tmp_path / "twice.duckdb")
+    grow(twice, tmp_path / "twice.duckdb")
     expected, found = everything(tmp_path / "once.duckdb"), everything(tmp_path / "twice.duckdb")
     for name in set(ALL) - {"offsets", "steps", "rewards", "trajectories"}:
         assert found[name] == expected[name], name
@@ -246,7 +236,7 @@ class DyingDatabase(Database):
 
 def test_a_crash_in_a_transaction_leaves_rows_and_offsets_as_one(tmp_path: Path, synthetic: Any) -> None:
     found = list(synthetic.all_events())
-    project_all(log_of(found), tmp_path / "whole.duckdb")
+    grow(log_of(found), tmp_path / "whole.duckdb")
     log = MemoryLog(num_partitions=2)
     path = tmp_path / "crashed.duckdb"
 
@@ -271,7 +261,7 @@ def test_a_crash_in_a_transaction_leaves_rows_and_offsets_as_one(tmp_path: Path,
     (count,) = ask(path, "SELECT sum(next_offset) FROM offsets")
     assert 0 < count[0] < len(found)
     asyncio.run(log.send_all(found[num_sent:]))
-    project_all(log, path)
+    grow(log, path)
     assert everything(path) == everything(tmp_path / "whole.duckdb")
 
 
@@ -286,7 +276,7 @@ def test_an_undecodable_record_is_only_in_the_dead_letters(tmp_path: Path) -> No
 
     asyncio.run(fill())
     path = empty_file(tmp_path)
-    project_all(log, path)
+    grow(log, path)
     found = ask(path, 'SELECT run_id, topic, "partition", "offset", reason, size_bytes FROM dead_letters')
     assert found == [("r", "steps", 1, 0, "not UTF-8 JSON", 1)]
     database = Database(path)
@@ -298,7 +288,7 @@ def test_a_void_term_publishes_nothing(tmp_path: Path, synthetic: Any) -> None:
     zombie = synthetic.published("b", "rl", 1).model_copy(update={"weights_sha256": "f" * 64})
     found = [synthetic.claim(1), synthetic.claim(2), zombie, synthetic.published("b", "rl", 2)]
     path = empty_file(tmp_path)
-    project_all(log_of(found), path)
+    grow(log_of(found), path)
     assert ask(path, "SELECT term FROM weight_versions") == [(2,)]
 
 
@@ -315,7 +305,7 @@ def test_a_collected_version_has_the_time_and_the_collector(tmp_path: Path, synt
         by="learner-1",
     )
     path = empty_file(tmp_path)
-    project_all(log_of([synthetic.claim(1), first, second, collected, collected]), path)
+    grow(log_of([synthetic.claim(1), first, second, collected, collected]), path)
     columns = "version - " + str(first.version) + ", is_collected, epoch_ms(collected_at), collected_by"
     assert ask(path, f"SELECT {columns} FROM weight_versions ORDER BY version") == [
         (0, True, 1_790_000_001_000, "learner-1"),
@@ -328,7 +318,7 @@ def test_a_second_end_of_an_attempt_decides_nothing(tmp_path: Path) -> None:
     lost = events.RolloutFailed.model_validate(common | {"cause": "producer_lost"})
     late = events.RolloutEnded.model_validate(common | {"num_steps": 0, "num_rewards": 0, "digest": "e"})
     path = empty_file(tmp_path)
-    project_all(log_of([lost, late]), path)
+    grow(log_of([lost, late]), path)
     assert ask(path, "SELECT state, cause FROM rollouts") == [("failed", "producer_lost")]
 
 
@@ -342,7 +332,7 @@ def test_the_file_of_another_cluster_is_refused(tmp_path: Path) -> None:
 
 def test_views_of_another_version_are_made_again_and_rows_stay(tmp_path: Path, synthetic: Any) -> None:
     path = empty_file(tmp_path)
-    project_all(log_of(list(synthetic.all_events())), path)
+    grow(log_of(list(synthetic.all_events())), path)
     before = everything(path)
     with duckdb.connect(str(path)) as connection:
         connection.execute("CREATE OR REPLACE VIEW epoch_summary AS SELECT 'old' AS run_id")
@@ -356,10 +346,10 @@ def test_an_attempt_that_a_run_leaves_behind_is_dead(tmp_path: Path, synthetic: 
     first = next(i for i, event in enumerate(found) if isinstance(event, events.RolloutStarted))
     path = empty_file(tmp_path)
     log = log_of(found[: first + 2])
-    project_all(log, path)
+    grow(log, path)
     assert ask(path, "SELECT outcome, cause, tokens FROM outcomes") == [("open", "running", 5)]
     asyncio.run(log.send(found[-1]))
-    project_all(log, path)
+    grow(log, path)
     assert ask(path, "SELECT outcome, cause, tokens FROM outcomes") == [("dead", "run_ended", 5)]
 
 

@@ -18,7 +18,7 @@ from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas import events
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
-from tests.metrics.conftest import empty_file
+from tests.metrics.conftest import ask, empty_file
 
 
 def projected(found: Iterable[Event], folder: Path) -> Path:
@@ -28,11 +28,6 @@ def projected(found: Iterable[Event], folder: Path) -> Path:
     path = empty_file(folder)
     asyncio.run(project_to_end(log, path))
     return path
-
-
-def ask(path: Path, sql: str) -> list[Any]:
-    with connect(path, read_only=True) as connection:
-        return connection.execute(sql).fetchall()
 
 
 def test_bad_lines_of_two_ingested_files_are_letters_of_their_own_and_of_no_run(tmp_path: Path) -> None:
