@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -125,6 +126,13 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSettings]:
     """
     with EmbeddedBroker(tmp_path_factory.mktemp("broker-workspace")) as running:
         yield running.kafka
+
+
+@pytest.fixture
+def own_topics(kafka: KafkaSettings) -> KafkaSettings:
+    """The shared broker with topics and groups of a test's own."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    return kafka.model_copy(update={"topic_prefix": f"{name}.", "group_prefix": name})
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,25 @@
-"""Learners of two processes, started by torchrun."""
+"""Learners of two processes, started by torchrun's agent."""
 
 import asyncio
 import contextlib
+import os
+import runpy
+import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from rollstream.schemas.events import (
-    StepTrained,
-    WeightsPublished,
-)
+from rollstream.eventlog import failpoints
+from rollstream.harness.services.serving import CLI
+from rollstream.schemas.events import StepTrained, WeightsPublished
 from rollstream.schemas.kafka import KafkaSettings, with_secrets
 from rollstream.schemas.services import LearnerSettings
 from tests.rigs.services.failing_algorithm import NAME
+from tests.rigs.services.process_group import with_libraries
 
 
 def slowly(has: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[bool]]:
@@ -28,9 +32,45 @@ def slowly(has: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[bool]]:
     return inspect
 
 
+def _be_torchrun(folder: Path, env: Mapping[str, str]) -> None:
+    """Have torchrun's agent start and restart the ranks, as forks of this process."""
+    os.environ.clear()
+    os.environ.update(env)
+    failpoints._armed = failpoints.from_environment(env)
+    with (folder / "learner.log").open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        local_addr="127.0.0.1",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        run_id=folder.name,
+        max_restarts=3,
+        start_method="fork",
+    )
+    elastic_launch(config, _be_rank)(folder)
+
+
+def _be_rank(folder: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # not the agent's
+    pid_file(folder, int(os.environ["RANK"])).write_text(str(os.getpid()))
+    sys.argv = [CLI, "serve", "learner", "--settings", str(folder / "settings.json")]
+    runpy.run_module(CLI, run_name="__main__", alter_sys=True)
+
+
+def pid_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.pid"
+
+
 @contextlib.contextmanager
 def launched(lab: Any, kafka: KafkaSettings, folder: Path) -> Iterator[psutil.Process]:
-    """A learner of two processes on a real broker, by torchrun."""
+    """A learner of two processes on a real broker, by torchrun's agent: forks of a process that has the libraries, as
+    torchrun's own command would import them in both ranks after each kill.
+    """
     settings = LearnerSettings(
         bootstrap_servers=kafka.bootstrap_servers,
         kafka=kafka.section,
@@ -42,21 +82,20 @@ def launched(lab: Any, kafka: KafkaSettings, folder: Path) -> Iterator[psutil.Pr
         threads=1,
         allow=(f"model:{lab.model}", NAME),
     )
-    file = folder / "settings.json"
-    file.write_text(with_secrets(settings))
-    program = Path(sys.executable).with_name("rollstream")
-    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "--no-python", str(program)]
-    with (folder / "learner.log").open("wb") as log:
-        torchrun = psutil.Popen([*command, "serve", "learner", "--settings", str(file)], stdout=log, stderr=log)
+    (folder / "settings.json").write_text(with_secrets(settings))
+    started = with_libraries().Process(target=_be_torchrun, args=(folder, dict(os.environ)))
+    started.start()
+    assert started.pid is not None
+    torchrun = psutil.Process(started.pid)
     try:
         yield torchrun
     finally:
         ranks = torchrun.children(recursive=True) if torchrun.is_running() else []
-        torchrun.terminate()
+        started.terminate()
         _, left = psutil.wait_procs([torchrun, *ranks], 60)
         for process in left:
             process.kill()
+        started.join()
 
 
 async def wait_until(lab: Any, torchrun: psutil.Process, count: int) -> list[StepTrained]:

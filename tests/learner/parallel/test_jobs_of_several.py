@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,9 @@ from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.permissions import Permissions
 from rollstream.schemas.settings import LoraSettings, ModelSettings, OptimizerSettings
 from tests.learner.conftest import Lab
-from tests.learner.parallel.launched_rig import launched, slowly, wait_until
+from tests.learner.parallel.launched_rig import launched, pid_file, slowly, wait_until
 from tests.rigs.services.failing_algorithm import MESSAGE, NAME
-from tests.rigs.services.process_group import rank_of, together
+from tests.rigs.services.process_group import together
 
 pytestmark = pytest.mark.slow
 VERSIONS = 4
@@ -185,25 +187,25 @@ def test_one_process_continues_from_the_shards_of_two_and_explains_differing_bit
 
 @pytest.mark.kafka
 def test_a_killed_process_restarts_the_job_from_its_position_and_one_that_fails_alone_fails_the_next_job(
-    lab: Any, own_broker: KafkaSettings, folder: Path, tmp_path: Path
+    lab: Any, own_topics: KafkaSettings, folder: Path, tmp_path: Path
 ) -> None:
     errors: list[str] = []
 
     async def scenario() -> list[StepTrained]:
-        async with KafkaLog(own_broker, client_id="lab") as log:
+        async with KafkaLog(own_topics, client_id="lab") as log:
             await log.ensure_topics(num_partitions=6)
             lab.log = log
             job = await lab.submit(**of_job(lab.model))
-            with launched(lab, own_broker, tmp_path) as torchrun:
+            with launched(lab, own_topics, tmp_path) as torchrun:
                 await lab.plan(job, 1, seal=False)
                 previous = await wait_until(lab, torchrun, 1)
-                await kill(torchrun, rank=1)
+                kill(tmp_path, rank=1)
                 for count in range(1, VERSIONS):
                     digest = codec.content_digest((await lab.events("batches", BatchPlanned))[-1])
                     await lab.plan(job, 1, seal=count == VERSIONS - 1, first=count, previous=digest)
                     previous = await wait_until(lab, torchrun, count + 1)
                     if count == 2:
-                        await kill(torchrun, rank=0)
+                        kill(tmp_path, rank=0)
                 assert await lab.events("jobs", JobFailed) == fault_files(lab) == []
                 errors.extend(await failed_after_restart(lab, torchrun))
                 return previous
@@ -233,13 +235,8 @@ def fault_files(lab: Any) -> list[Path]:
     return list((lab.folder / "checkpoints").glob("*/fault.*"))
 
 
-async def kill(torchrun: psutil.Process, *, rank: int) -> None:
-    """SIGKILL one of the processes, once torchrun has it."""
-    async with asyncio.timeout(60):
-        while not (found := [one for one in torchrun.children(recursive=True) if rank_of(one) == rank]):
-            await asyncio.sleep(0.2)
-    for process in found:
-        process.kill()
+def kill(folder: Path, *, rank: int) -> None:
+    os.kill(int(pid_file(folder, rank).read_text()), signal.SIGKILL)
 
 
 def test_settings_that_several_processes_do_not_train_fail_their_job_alone(folder: Path) -> None:

@@ -123,7 +123,7 @@ def test_two_processes_train_what_one_trains(
 @pytest.mark.kafka
 @pytest.mark.parametrize("hit", [1, 3])
 def test_a_process_that_is_killed_while_all_score_changes_no_weights(
-    lab: Any, own_broker: KafkaSettings, tmp_path: Path, root: Path, hit: int, monkeypatch: pytest.MonkeyPatch
+    lab: Any, own_topics: KafkaSettings, tmp_path: Path, root: Path, hit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first process that computes its part for the `hit`-th time ends before it gives it to the other."""
     undisturbed = json.loads((root / "kl-full" / "hashes.json").read_text())
@@ -131,11 +131,11 @@ def test_a_process_that_is_killed_while_all_score_changes_no_weights(
     monkeypatch.setenv("ROLLSTREAM_FAILPOINT_ONCE", str(tmp_path))
 
     async def scenario() -> tuple[list[str], int]:
-        async with KafkaLog(own_broker, client_id="lab") as log:
+        async with KafkaLog(own_topics, client_id="lab") as log:
             await log.ensure_topics(num_partitions=6)
             lab.log = log
             job = await lab.submit(**of_job(lab.model, "kl", lora=False))
-            with launched(lab, own_broker, tmp_path) as torchrun:
+            with launched(lab, own_topics, tmp_path) as torchrun:
                 await lab.plan(job, VERSIONS)
                 steps = await wait_until(lab, torchrun, VERSIONS)
             terms = [one.term for one in await lab.events("weights", LearnerClaimed)]
