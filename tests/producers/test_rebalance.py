@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.schemas.events import RolloutEnded, RolloutFailed, RolloutStarted
 from tests.producers import worker_rig as r
@@ -13,9 +12,8 @@ pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
 PARTITIONS = 2
 
 
-def test_rollouts_go_on_where_a_partition_stays_and_run_again_where_it_moves(tmp_path):
-    with EmbeddedBroker(tmp_path) as running:
-        asyncio.run(_join_and_leave(running.kafka))
+def test_rollouts_go_on_where_a_partition_stays_and_run_again_where_it_moves(own_topics):
+    asyncio.run(_join_and_leave(own_topics))
 
 
 async def _join_and_leave(kafka):

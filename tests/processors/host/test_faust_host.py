@@ -16,7 +16,6 @@ from yarl import URL
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.broker.broker import EmbeddedBroker
-from rollstream.eventlog.broker.credentials import environment
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.kafka.security import client_options
 from rollstream.eventlog.log import Position, TopicPartition, partition_of
@@ -43,7 +42,7 @@ PARTITIONS = 4
 
 
 @pytest.fixture(scope="module")
-def own_broker(tmp_path_factory):
+def own_topics(tmp_path_factory):
     """A broker of this module's own: all processors share one consumer group."""
     with EmbeddedBroker(tmp_path_factory.mktemp("processors-broker")) as running:
         asyncio.run(_make_topics(running.kafka))
@@ -90,18 +89,18 @@ async def committed_by(kafka, log, app_id, transport):
         await host.stop()
 
 
-def test_the_mark_is_committed_where_fausts_own_acks_would_pass_an_open_group(own_broker, tmp_path, monkeypatch):
+def test_the_mark_is_committed_where_fausts_own_acks_would_pass_an_open_group(own_topics, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     async def go():
-        log = KafkaLog(own_broker)
+        log = KafkaLog(own_topics)
         await log.start()
         begin = (await log.end_offsets("steps"))[0]
         events = [started(0, size=1), *attempt(), started(2, size=1), *attempt(2)[:-1]]
         for event in events:
             await log.send(event, partition=0)
-        ours = await committed_by(own_broker, log, "ours", faust_consumer.Transport)
-        fausts = await committed_by(own_broker, log, "fausts", _AcksTransport)
+        ours = await committed_by(own_topics, log, "ours", faust_consumer.Transport)
+        fausts = await committed_by(own_topics, log, "fausts", _AcksTransport)
         await log.close()
         assert ours == begin + 6, "the GroupStarted of the group that is open"
         assert fausts == begin + len(events), "past it: its first records would be lost to the next owner"
@@ -127,16 +126,16 @@ class _LossyTransport(faust_consumer.Transport):
     Consumer = _LossyConsumer
 
 
-def test_records_that_were_fetched_and_lost_are_fetched_again_though_no_others_come(own_broker):
+def test_records_that_were_fetched_and_lost_are_fetched_again_though_no_others_come(own_topics):
     async def go():
-        log = KafkaLog(own_broker)
+        log = KafkaLog(own_topics)
         await log.start()
         begin = (await log.end_offsets("steps"))[2]
         for event in [started(20, size=1), *attempt(20)]:
             await log.send(event, partition=2)
         shell = AssembleShell(log, None, service="p")
-        host = faust_host.create_host(own_broker, [shell], client_id="p", app_id="lossy")
-        host.transport = _LossyTransport([URL(f"kafka://{own_broker.bootstrap_servers}")], host)
+        host = faust_host.create_host(own_topics, [shell], client_id="p", app_id="lossy")
+        host.transport = _LossyTransport([URL(f"kafka://{own_topics.bootstrap_servers}")], host)
         await host.start()
         try:
             end = (await log.end_offsets("steps"))[2]
@@ -162,13 +161,14 @@ class Worker:
     def __init__(self, kafka, workspace, name):
         self.log = workspace / f"{name}.log"
         env = os.environ | {
-            **environment(kafka),
             "ROLLSTREAM_ARTIFACT_URI": str(workspace / "artifacts"),
             "ROLLSTREAM_WORKSPACE": str(workspace),
             "ROLLSTREAM_NUM_PARTITIONS": str(PARTITIONS),
         }
         settings = workspace / f"{name}.json"
-        settings.write_bytes(orjson.dumps({"session_timeout_s": 6.0}))
+        given = {"bootstrap_servers": kafka.bootstrap_servers, "kafka": kafka.section.model_dump(mode="json")}
+        given["session_timeout_s"] = 6.0
+        settings.write_bytes(orjson.dumps(given))
         command = [sys.executable, "-m", "rollstream.harness.cli.main", "serve", "processors", "--name", name]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -242,8 +242,8 @@ def once(received):
 
 
 @pytest.mark.slow
-def test_workers_join_leave_and_die_without_a_group_lost_or_doubled(own_broker, tmp_path):
-    asyncio.run(_join_leave_and_die(own_broker, tmp_path, "disturbed", num_groups=64))
+def test_workers_join_leave_and_die_without_a_group_lost_or_doubled(own_topics, tmp_path):
+    asyncio.run(_join_leave_and_die(own_topics, tmp_path, "disturbed", num_groups=64))
 
 
 async def _join_leave_and_die(kafka, workspace, run, *, num_groups):
@@ -350,12 +350,12 @@ def long_attempt(member):
     return [begun, step, ended.model_copy(update={"num_steps": 1, "num_rewards": 0, "digest": digest})]
 
 
-def test_trajectories_of_32k_tokens_in_groups_of_16_pass(own_broker):
+def test_trajectories_of_32k_tokens_in_groups_of_16_pass(own_topics):
     async def go():
-        log = KafkaLog(own_broker)
+        log = KafkaLog(own_topics)
         await log.start()
         end = (await log.end_offsets("groups"))[0]
-        host = faust_host.create_host(own_broker, [AssembleShell(log, None, service="p")], client_id="p", app_id="long")
+        host = faust_host.create_host(own_topics, [AssembleShell(log, None, service="p")], client_id="p", app_id="long")
         await host.start()
         await log.send(started(9, size=LONG_MEMBERS), partition=0)
         for member in range(LONG_MEMBERS):

@@ -34,8 +34,8 @@ def check(found: CountedCalls, kills: int) -> None:
     assert found.broken > 0, "no stream was cut off by a kill"
 
 
-def test_a_kill_loses_no_call_and_doubles_none(tmp_path, own_broker):
-    check(asyncio.run(killed_under_load(ProducersProcess(tmp_path, own_broker), KILLS)), KILLS)
+def test_a_kill_loses_no_call_and_doubles_none(tmp_path, own_topics):
+    check(asyncio.run(killed_under_load(ProducersProcess(tmp_path, own_topics), KILLS)), KILLS)
 
 
 @pytest.mark.vllm

@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.kafka, pytest.mark.timeout(300)]
 
 
 def test_a_kill_between_a_reward_or_an_end_and_its_answer_changes_nothing_and_the_repeat_is_answered(
-    tmp_path, own_broker
+    tmp_path, own_topics
 ):
-    producers = ProducersProcess(tmp_path, own_broker, {"kind": "scripted"})
+    producers = ProducersProcess(tmp_path, own_topics, {"kind": "scripted"})
     points = "gateway/after-reward-before-answer:2,gateway/after-end-before-answer:2"
     variables = {"ROLLSTREAM_FAILPOINT": points, "ROLLSTREAM_FAILPOINT_ONCE": str(tmp_path / "once")}
     (tmp_path / "once").mkdir()
@@ -31,7 +31,7 @@ def test_a_kill_between_a_reward_or_an_end_and_its_answer_changes_nothing_and_th
     async def scenario() -> list[Any]:
         agents = Agents(calls=2)
         async with (
-            KafkaLog(own_broker, client_id="test") as log,
+            KafkaLog(own_topics, client_id="test") as log,
             GatewayClient.of_workspace(producers.workspace) as gateway,
         ):
             await ask_for(log, producers, groups=2, members=2, calls=2, timeout_s=250.0)
