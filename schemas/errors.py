@@ -144,11 +144,7 @@ class PromptTooLongError(PromptRefusedError):
 
 
 class EnvironmentRunError(RollstreamError):
-    """An environment or reward raised, hung or returned what it must not. `is_final`: a further attempt would fail in
-    the same way, so that none is made.
-    """
-
-    is_final: bool = False
+    """An environment or reward raised, hung or returned what it must not."""
 
 
 class ChatTemplateError(EnvironmentRunError):

@@ -6,7 +6,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.blocking_calls import in_own_thread, retrying
 from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.registry import register_environment
-from rollstream.producers.rollout.reply import MAX_TURNS, TurnsExhausted
+from rollstream.producers.rollout.reply import MAX_TURNS, FinalError, TurnsExhausted
 from rollstream.producers.rollout.rewards import NoScoreError
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import EnvironmentRunError, first_invalid
@@ -14,6 +14,10 @@ from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedMember, 
 
 MAX_BYTES = 256 << 20
 """Maximum size of one recorded rollout that is an artifact."""
+
+
+class _KnownWithoutScore(FinalError, NoScoreError):
+    """The evaluator of a recorded rollout gave no score."""
 
 
 @register_environment(RECORDED)
@@ -43,10 +47,9 @@ class RecordedEnvironment(Environment):
             in_thread=in_own_thread,
         )
         if rollout.error is not None:
-            raise _finally(
-                EnvironmentRunError,
+            raise FinalError(
                 f"recorded rollout {rollout.source_id or session.member} failed when it was recorded: {rollout.error}; "
-                "correct what failed, or leave out the example",
+                "correct what failed, or leave out the example"
             )
         indices: list[int] = []
         for step in rollout.steps:
@@ -56,17 +59,9 @@ class RecordedEnvironment(Environment):
             step_index = None if reward.step is None else indices[reward.step]
             await session.reward(reward.value, reward.name, step_index, reward.agent, is_score=reward.is_score)
         if rollout.missing_score is not None:
-            raise _finally(
-                NoScoreError, f"recorded rollout {rollout.source_id or session.member}: {rollout.missing_score}"
-            )
+            raise _KnownWithoutScore(f"recorded rollout {rollout.source_id or session.member}: {rollout.missing_score}")
         if rollout.stop_reason == MAX_TURNS:
             raise TurnsExhausted("the agent had no turn left when the rollout was recorded")
-
-
-def _finally(kind: type[EnvironmentRunError], message: str) -> EnvironmentRunError:
-    error = kind(message)
-    error.is_final = True
-    return error
 
 
 def _rollout(members: object, number: int, artifacts: ArtifactStore | None) -> RecordedRollout:

@@ -34,6 +34,10 @@ MAX_TURNS = "max_turns"
 """Stop reason of a rollout that `TurnsExhausted` ended."""
 
 
+class FinalError(EnvironmentRunError):
+    """A further attempt would fail in the same way, so none is made."""
+
+
 class TurnsExhausted(EnvironmentRunError):
     """An agent asked for more than `max_turns` answers.
 
@@ -75,7 +79,7 @@ class Failure:
     @property
     def is_final(self) -> bool:
         """Whether a further attempt would fail in the same way."""
-        return isinstance(self.error, EnvironmentRunError) and self.error.is_final
+        return isinstance(self.error, FinalError)
 
 
 @dataclass(frozen=True, slots=True)
