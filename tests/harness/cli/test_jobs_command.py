@@ -92,7 +92,7 @@ class CountingLog(MemoryLog):
         return found
 
 
-def test_what_is_asked_of_one_run_is_read_from_its_beginning_and_not_from_that_of_the_log(tmp_path: Path) -> None:
+def test_the_jobs_of_one_run_are_read_from_its_beginning_and_not_from_that_of_the_log(tmp_path: Path) -> None:
     log = CountingLog()
     rig = GroupRig(tmp_path, tmp_path / "model", log)
 
