@@ -15,7 +15,6 @@ from yarl import URL
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.kafka.security import client_options
 from rollstream.eventlog.log import Position, TopicPartition, partition_of
@@ -34,19 +33,17 @@ from rollstream.schemas.events import (
 from rollstream.schemas.events.rollouts import LLMCall, VersionSpan
 from rollstream.schemas.settings import PlanSettings, RolloutSettings
 from rollstream.schemas.tokens import encode_floats, encode_ids
-from rollstream.schemas.topics import TOPICS
 from tests.rigs.steps_rig import attempt, content, fold, group, received_of, started
 
 pytestmark = pytest.mark.kafka
 PARTITIONS = 4
 
 
-@pytest.fixture(scope="module")
-def own_topics(tmp_path_factory):
-    """A broker of this module's own: all processors share one consumer group."""
-    with EmbeddedBroker(tmp_path_factory.mktemp("processors-broker")) as running:
-        asyncio.run(_make_topics(running.kafka))
-        yield running.kafka
+@pytest.fixture
+def own_topics(own_topics):
+    """They exist; all processors of a test share one consumer group."""
+    asyncio.run(_make_topics(own_topics))
+    return own_topics
 
 
 async def _make_topics(kafka):
@@ -75,7 +72,7 @@ async def committed_by(kafka, log, app_id, transport):
     await host.start()
     admin = AIOKafkaAdminClient(**client_options(kafka))
     await admin.start()
-    partition = faust_consumer.TP(TOPICS["steps"].name, 0)
+    partition = faust_consumer.TP(kafka.topic_name("steps"), 0)
     try:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
