@@ -56,28 +56,6 @@ class AtifConfig(EvaluatorBaseConfig, name="playing_test_atif"):
     """The other way in which NAT's evaluators may be written."""
 
 
-class DerivedConfig(EvaluatorBaseConfig, name="playing_test_derived"):
-    """An evaluator that is derived from NAT's base class, as most are; it raises for a word."""
-
-    takes_trajectories: bool = False
-
-
-class OfItems(BaseEvaluator):
-    async def evaluate_item(self, item: Any) -> EvalOutputItem:
-        return _number(item.id, item.output_obj)
-
-
-class OfTrajectories(AtifBaseEvaluator):
-    async def evaluate_atif_item(self, sample: Any) -> EvalOutputItem:
-        return _number(sample.item_id, sample.output_obj)
-
-
-def _number(item_id: str, output: str) -> EvalOutputItem:
-    if output == "none":
-        return EvalOutputItem(id=item_id, score=0.0, reasoning={"error": "the answer has no number"})
-    return EvalOutputItem(id=item_id, score=float(output), reasoning={"output": output})
-
-
 @asynccontextmanager
 async def scoring() -> AsyncIterator[None]:
     NUM_SCORED_AT_ONCE["now"] += 1
@@ -106,14 +84,20 @@ async def length_unless_stuck(rollout: Any) -> float:
     return await length_of(rollout.inputs["question"])
 
 
+async def scored(item_id: str, output: str) -> EvalOutputItem:
+    if output == "none":
+        return EvalOutputItem(id=item_id, score=0.0, reasoning={"error": "the answer has no number"})
+    return EvalOutputItem(id=item_id, score=await length_of(output), reasoning={})
+
+
 class OfSingleItems(BaseEvaluator):
     async def evaluate_item(self, item: Any) -> EvalOutputItem:
-        return EvalOutputItem(id=item.id, score=await length_of(item.output_obj), reasoning={})
+        return await scored(item.id, item.output_obj)
 
 
 class OfSingleTrajectories(AtifBaseEvaluator):
     async def evaluate_atif_item(self, sample: Any) -> EvalOutputItem:
-        return EvalOutputItem(id=sample.item_id, score=await length_of(sample.output_obj), reasoning={})
+        return await scored(sample.item_id, sample.output_obj)
 
 
 EIGHT: dict[asyncio.AbstractEventLoop, asyncio.Barrier] = {}
@@ -172,14 +156,6 @@ def register() -> None:
                 return EvalOutput(average_score=0.5, eval_output_items=items)
 
         yield ByTrajectory()
-
-    @register_evaluator(config_type=DerivedConfig)
-    async def derived(config: DerivedConfig, builder: Any) -> AsyncIterator[Any]:
-        function: Any = None if config.takes_trajectories else OfItems().evaluate
-        info: Any = EvaluatorInfo(config=config, evaluate_fn=function, description="derived")
-        if config.takes_trajectories:
-            info.evaluate_atif_fn = OfTrajectories().evaluate_atif_fn
-        yield info
 
     @register_evaluator(config_type=SingleConfig)
     async def single(config: SingleConfig, builder: Any) -> AsyncIterator[Any]:
@@ -266,16 +242,6 @@ def test_an_evaluator_that_raises_scores_no_example_and_is_named() -> None:
         )
 
 
-@pytest.mark.parametrize("takes_trajectories", [False, True])
-def test_an_exception_that_nats_base_class_turns_into_a_score_of_0_is_a_missing_score(takes_trajectories: bool) -> None:
-    evaluator = {"_type": "playing_test_derived", "takes_trajectories": takes_trajectories}
-    found = played(["3", "three", "0", "none"], evaluator)
-    assert [one.score for one in found] == [3.0, None, 0.0, 0.0]
-    assert found[1].missing_score == (
-        "evaluator it gave no score: Evaluator error: could not convert string to float: 'three'"
-    )
-
-
 @pytest.mark.parametrize(("num_generations", "num_examples"), [(2, 16), (8, 1)])
 def test_all_generations_share_the_slots_of_our_evaluators(num_generations: int, num_examples: int) -> None:
     evaluator = {"_type": "rollstream_python", "function": f"python:{__name__}.in_eights"}
@@ -316,8 +282,14 @@ def test_only_the_example_whose_score_does_not_end_has_none(evaluator: dict[str,
 
 @pytest.mark.parametrize("of_trajectories", [False, True])
 def test_only_the_example_for_which_a_derived_evaluator_raises_has_no_score(of_trajectories: bool) -> None:
-    found = played(["three", "bad", "four"], {"_type": "playing_test_single", "of_trajectories": of_trajectories})
-    assert [one.score for one in found] == [5.0, None, 4.0]
+    evaluator = {"_type": "playing_test_single", "of_trajectories": of_trajectories}
+    found = played(["three", "bad", "four", "none"], evaluator)
+    assert [(one.score, one.missing_score is None) for one in found] == [
+        (5.0, True),
+        (None, False),
+        (4.0, True),
+        (0.0, True),
+    ]
     assert re.fullmatch(r"evaluator it raised ValueError \(.* in length_of\): not bad", str(found[1].missing_score))
 
 
