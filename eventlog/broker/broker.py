@@ -22,7 +22,7 @@ from typing import Self
 from rollstream.eventlog.broker import guard, install
 from rollstream.eventlog.broker.class_archive import ClassArchive
 from rollstream.eventlog.broker.credentials import HOST, MECHANISM, USER, Credentials, block, connection, password_file
-from rollstream.eventlog.broker.lock import take_lock
+from rollstream.eventlog.broker.lock import SERVED, STARTED, TAKEN_OVER, await_return, take_lock
 from rollstream.eventlog.broker.ports import answers, free_ports, is_free
 from rollstream.eventlog.files import move, read_json, write_whole
 from rollstream.eventlog.private import make_private
@@ -87,10 +87,14 @@ logger = logging.getLogger(__name__)
 
 
 class EmbeddedBroker:
-    """A broker of this process. `start` and `stop`, or a context manager."""
+    """A broker of this process. `start` and `stop`, or a context manager.
 
-    def __init__(self, workspace: Path) -> None:
+    `is_served`: of `rollstream serve broker`, which runs give time to come back before they take the broker over.
+    """
+
+    def __init__(self, workspace: Path, *, is_served: bool = False) -> None:
         self.workspace = workspace
+        self._is_served = is_served
         self.bootstrap_servers = ""
         self._folder = (workspace / "broker").absolute()
         self._lock: int | None = None
@@ -109,7 +113,7 @@ class EmbeddedBroker:
             with self._startable():
                 make_private(self.workspace)
                 self._folder.mkdir(mode=0o700, exist_ok=True)
-                self._lock = take_lock(self.workspace)
+                self._lock = take_lock(self.workspace, SERVED if self._is_served else STARTED, self._pause)
                 self._start()
         except BaseException:
             self.stop()
@@ -134,11 +138,14 @@ class EmbeddedBroker:
     def take_over(self, bootstrap_servers: str) -> None:
         """Have `restart` start a broker whose command has ended, at the address that its clients know.
 
-        Raises BrokerError if another process has it, BrokerLostError if its data are gone.
+        Raises BrokerError if another process has it or this was called off, BrokerLostError if its data are gone.
         """
         self._check_data()
         with self._startable():
-            self._classes, self._lock = _classes(), take_lock(self.workspace)
+            if not self._is_served:
+                await_return(self.workspace, self._pause)
+            how = SERVED if self._is_served else TAKEN_OVER
+            self._classes, self._lock = _classes(), take_lock(self.workspace, how, self._pause)
         self.bootstrap_servers = bootstrap_servers
 
     def restart(self) -> None:
@@ -171,7 +178,7 @@ class EmbeddedBroker:
             raise BrokerError(f"the broker of workspace {self.workspace} cannot start: {error}; {_REMEDY}") from error
 
     def call_off_restart(self) -> None:
-        """Have `restart` in another thread raise BrokerError within seconds; so does every later one before `start`."""
+        """Have `restart` or `take_over` in another thread raise BrokerError soon, until `start` is called."""
         self._is_called_off.set()
 
     def _check_data(self) -> None:
@@ -184,7 +191,7 @@ class EmbeddedBroker:
                 )
 
     def _pause(self, seconds: float = PAUSE_S) -> None:
-        """Wait a moment. Raises BrokerError if the restart was called off."""
+        """Wait a moment. Raises BrokerError if the restart or the take-over was called off."""
         if self._is_called_off.wait(seconds):
             raise BrokerError(f"the broker of workspace {self.workspace} is being stopped; start it again")
 

@@ -4,7 +4,9 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from rollstream.eventlog.broker.ports import answers
 from rollstream.eventlog.broker.watch import MIN_FREE_BYTES
@@ -13,6 +15,24 @@ from rollstream.schemas.errors import BrokerError
 
 LOCK_PATIENCE_S = 25.0
 """Maximum seconds to wait for the broker of a process that has just died: the longest that its shutdown takes."""
+RETURN_S = 20.0
+"""Seconds for which a run does not take over the broker of a `serve broker` that has ended: it may be restarted."""
+POLL_S = 0.1
+SERVED, STARTED, TAKEN_OVER = "served", "started", "taken-over"
+
+
+class Holder(NamedTuple):
+    """The process that has the lock, or had it last, and how it got the broker: `serve broker` started it, another
+    command did, or a run took it over.
+    """
+
+    pid: str
+    how: str
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return _is_alive(self.pid)
 
 
 def find_running(workspace: Path) -> str | None:
@@ -39,23 +59,62 @@ def is_locked(workspace: Path) -> bool:
     return False
 
 
-def take_lock(workspace: Path) -> int:
-    """Take the lock of a workspace's broker. Raises BrokerError if another process keeps it; OSError."""
+def taken_over(workspace: Path) -> tuple[str, str] | None:
+    """`host:port` of a workspace's broker and the process id of the run that took it over, if that still has it."""
+    holder = _holder(workspace)
+    if holder.how != TAKEN_OVER or not holder.is_alive or not is_locked(workspace):
+        return None
+    return str(read_json(workspace / "broker" / "broker.json")["bootstrap_servers"]), holder.pid
+
+
+def await_return(workspace: Path, pause: Callable[[float], None]) -> None:
+    """Give a `serve broker` that has ended RETURN_S to take its lock again; returns at once after another command.
+
+    Raises what `pause` raises; OSError.
+    """
+    deadline = time.monotonic() + RETURN_S
+    while _holder(workspace).how == SERVED and not is_locked(workspace) and time.monotonic() < deadline:
+        pause(POLL_S)
+
+
+def take_lock(workspace: Path, how: str, pause: Callable[[float], None]) -> int:
+    """Take the lock of a workspace's broker, and record `how` this process gets the broker.
+
+    Raises BrokerError if another process keeps it, what `pause` raises while it waits for a broker that ends; OSError.
+    """
     lock = os.open(workspace / "broker" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + LOCK_PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
-            if _is_alive(holder) or time.monotonic() > deadline:
-                os.close(lock)
-                raise BrokerError(_held(workspace, holder or "unknown")) from None
-            time.sleep(0.1)
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    try:
+        while not _locked(lock):
+            holder = _holder(workspace)
+            if holder.is_alive or time.monotonic() > deadline:
+                raise BrokerError(_held(workspace, holder.pid or "unknown"))
+            pause(POLL_S)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()} {how}\n".encode(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
     return lock
+
+
+def _locked(lock: int) -> bool:
+    """Try to take the exclusive lock."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(workspace: Path) -> Holder:
+    """The record of the lock file; earlier versions wrote the process id only."""
+    try:
+        text = (workspace / "broker" / "lock").read_text(encoding="ascii", errors="replace")
+    except FileNotFoundError:
+        text = ""
+    pid, _, how = text.strip().partition(" ")
+    return Holder(pid, how)
 
 
 def _held(workspace: Path, holder: str) -> str:

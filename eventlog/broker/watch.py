@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Broker(Protocol):
-    """The watched broker: a started `EmbeddedBroker`."""
+    """The watched broker: a started `EmbeddedBroker`, or that of another command, which is taken over once it ended."""
 
     @property
     def workspace(self) -> Path:

@@ -91,15 +91,17 @@ def _configure_logging() -> None:
 
 
 def _serve_broker(workspace: Path) -> None:
-    from rollstream.eventlog.broker.broker import EmbeddedBroker
     from rollstream.eventlog.broker.credentials import environment
     from rollstream.harness.services.liveness import die_with_parent
     from rollstream.harness.services.serving import keep_broker
+    from rollstream.harness.services.workspace import served_broker
 
     die_with_parent(os.environ)
-    with EmbeddedBroker(workspace) as broker:
-        click.echo(f"broker {broker.bootstrap_servers} ready")
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment(broker.kafka).items())
-        click.echo(f"for services with this workspace: ROLLSTREAM_BOOTSTRAP_SERVERS={broker.bootstrap_servers}")
+    with served_broker(workspace) as (kafka, broker, run_pid):
+        click.echo(f"broker {kafka.bootstrap_servers} ready")
+        if run_pid:
+            click.echo(f"a run (process {run_pid}) took it over and has it; it is started here once that run has ended")
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment(kafka).items())
+        click.echo(f"for services with this workspace: ROLLSTREAM_BOOTSTRAP_SERVERS={kafka.bootstrap_servers}")
         click.echo(f"for services and commands with another workspace: {variables}")
         asyncio.run(keep_broker(broker))

@@ -239,7 +239,8 @@ def on_log(
 class AttachedBroker:
     """The broker of another command, for `keep_running`: once no command has it any more, it is started again here.
 
-    Of several commands that use it, the one that gets its lock takes it over, and the others use it on.
+    Of several commands that use it, the one that gets its lock takes it over, and the others use it on. A
+    `serve broker` that has ended gets it back if it is started again within seconds, and later waits as one of them.
     """
 
     def __init__(self, broker: "EmbeddedBroker", bootstrap_servers: str) -> None:
@@ -268,6 +269,30 @@ class AttachedBroker:
     def call_off_restart(self) -> None:
         """Have `restart` in another thread raise BrokerError soon."""
         self._broker.call_off_restart()
+
+
+@contextmanager
+def served_broker(folder: Path) -> "Iterator[tuple[KafkaSettings, EmbeddedBroker | AttachedBroker, str]]":
+    """The broker that `serve broker` keeps running below a workspace folder: connection settings, the broker, and the
+    process id of the run that has it. A broker that a run has taken over is left to that; else it is started here, and
+    the process id is empty.
+
+    Raises BrokerError.
+    """
+    from rollstream.eventlog.broker.broker import EmbeddedBroker
+    from rollstream.eventlog.broker.credentials import connection as connection_of
+    from rollstream.eventlog.broker.lock import taken_over
+
+    broker = EmbeddedBroker(folder, is_served=True)
+    try:
+        if (found := taken_over(folder)) is not None:
+            address, pid = found
+            yield connection_of((folder / "broker").absolute(), address), AttachedBroker(broker, address), pid
+        else:
+            broker.start()
+            yield broker.kafka, broker, ""
+    finally:
+        broker.stop()
 
 
 @contextmanager

@@ -1,6 +1,9 @@
 """One embedded broker for all commands that use a workspace at the same time."""
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,12 +17,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from rollstream.eventlog.broker import lock
 from rollstream.eventlog.broker.broker import EmbeddedBroker
 from rollstream.eventlog.broker.lock import find_running
 from rollstream.eventlog.broker.ports import answers
 from rollstream.harness.cli.main import rollstream
 from rollstream.harness.services.workspace import AttachedBroker, Workspace, embedded_broker
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import BrokerError, ConfigError
 from rollstream.schemas.kafka import KafkaSettings
 
 pytestmark = pytest.mark.kafka
@@ -145,6 +149,7 @@ def test_an_interrupted_command_leaves_its_broker_to_the_others_until_a_second_c
 
 RUN = """
 import asyncio, logging, pathlib, sys
+from rollstream.eventlog.broker import lock
 from rollstream.eventlog.broker.watch import keep_running
 from rollstream.harness.services.workspace import Workspace, embedded_broker
 async def run(broker):
@@ -154,31 +159,39 @@ async def run(broker):
     watching.cancel()
     await asyncio.wait({watching})
 logging.disable()
+lock.RETURN_S = float(sys.argv[2])
 with embedded_broker(Workspace(pathlib.Path(sys.argv[1]))) as (_, broker):
     asyncio.run(run(broker))
 """
 
 
-def start_run(workspace: Path) -> "subprocess.Popen[str]":
-    command, pipe = [sys.executable, "-c", RUN, str(workspace)], subprocess.PIPE
+def start_run(workspace: Path, *, return_s: float = lock.RETURN_S) -> "subprocess.Popen[str]":
+    command, pipe = [sys.executable, "-c", RUN, str(workspace), str(return_s)], subprocess.PIPE
     run = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert run.stdout is not None
     assert run.stdout.readline() == "ready\n"
     return run
 
 
-def test_a_broker_whose_command_was_killed_is_taken_over_by_one_of_the_runs_that_use_it(tmp_path: Path) -> None:
-    def status() -> dict[str, Any]:
-        return json.loads((tmp_path / "broker" / "broker.json").read_text())
+def status(workspace: Path) -> dict[str, Any]:
+    return json.loads((workspace / "broker" / "broker.json").read_text())
 
-    owner = start_run(tmp_path)
-    runs, before = {run.pid: run for run in (start_run(tmp_path), start_run(tmp_path))}, status()
-    with owner:
-        owner.kill()
+
+def status_of(workspace: Path, *pids: int) -> dict[str, Any]:
+    """Wait until one of the processes has started the broker."""
     deadline = time.monotonic() + 60
-    while (now := status())["pid"] not in runs:
+    while (now := status(workspace))["pid"] not in pids:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    return now
+
+
+def test_a_broker_whose_command_was_killed_is_taken_over_by_one_of_the_runs_that_use_it(tmp_path: Path) -> None:
+    owner = start_run(tmp_path)
+    runs, before = {run.pid: run for run in (start_run(tmp_path), start_run(tmp_path))}, status(tmp_path)
+    with owner:
+        owner.kill()
+    now = status_of(tmp_path, *runs)
     assert now["bootstrap_servers"] == before["bootstrap_servers"] == find_running(tmp_path)
     assert now["broker_pid"] != before["broker_pid"]
 
@@ -193,6 +206,72 @@ def test_a_broker_whose_command_was_killed_is_taken_over_by_one_of_the_runs_that
         assert heir.communicate(timeout=60) == ("", "")
     assert (heir.returncode, other.returncode) == (0, 0)
     assert find_running(tmp_path) is None
+
+
+def serve_broker(workspace: Path) -> "subprocess.Popen[str]":
+    """A `serve broker` that has printed that its broker is ready."""
+    command = [sys.executable, "-m", "rollstream.harness.cli.main", "serve", "broker"]
+    env = {**os.environ, "ROLLSTREAM_WORKSPACE": str(workspace), "ROLLSTREAM_LOG_LEVEL": "ERROR"}
+    served = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert served.stdout is not None
+    assert served.stdout.readline().endswith(" ready\n")
+    return served
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_served_broker_that_is_restarted_under_a_run_is_not_taken_over(tmp_path: Path, number: int) -> None:
+    with serve_broker(tmp_path) as first:
+        run, before = start_run(tmp_path), status(tmp_path)
+        first.send_signal(number)
+    time.sleep(3)  # more than the run waits before it restarts a broker that died
+    assert not answers(before["port"])
+    with serve_broker(tmp_path) as second, run:
+        assert status(tmp_path)["pid"] == second.pid
+        assert find_running(tmp_path) == before["bootstrap_servers"]
+        assert run.communicate("\n", timeout=60) == ("", "")
+        second.terminate()
+        assert second.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_served_broker_that_comes_back_late_goes_on_with_the_broker_after_the_run_that_took_it_over(
+    tmp_path: Path,
+) -> None:
+    with serve_broker(tmp_path) as first:
+        run, before = start_run(tmp_path, return_s=0.5), status(tmp_path)
+        first.kill()
+    now = status_of(tmp_path, run.pid)
+    with serve_broker(tmp_path) as second, run:
+        assert second.stdout is not None
+        assert f"a run (process {run.pid}) took it over" in second.stdout.readline()
+        assert status(tmp_path) == now
+        assert run.communicate("\n", timeout=60) == ("", ""), "it does not wait for `serve broker`"
+        assert status_of(tmp_path, second.pid)["bootstrap_servers"] == before["bootstrap_servers"]
+        assert find_running(tmp_path) == before["bootstrap_servers"]
+        second.terminate()
+        assert second.wait(60) == 0
+    assert find_running(tmp_path) is None
+
+
+@pytest.mark.parametrize("how", [lock.SERVED, lock.STARTED])
+def test_a_take_over_that_is_called_off_ends_soon(tmp_path: Path, how: str) -> None:
+    """While it waits for `serve broker` to come back, and for the broker of a killed command to end."""
+    folder = tmp_path / "broker"
+    (folder / "data").mkdir(parents=True)
+    for name in ("data/meta.properties", "password"):
+        (folder / name).touch()
+    (folder / "lock").write_text(f"{2**30} {how}\n")
+    attached = AttachedBroker(EmbeddedBroker(tmp_path), "127.0.0.1:9")
+    with (folder / "lock").open() as of_ending_broker, ThreadPoolExecutor(1) as pool:
+        if how == lock.STARTED:
+            fcntl.flock(of_ending_broker, fcntl.LOCK_EX)
+        taking_over = pool.submit(attached.restart)
+        with pytest.raises(TimeoutError):
+            taking_over.result(timeout=1.0)
+        attached.call_off_restart()
+        with contextlib.nullcontext() if how == lock.STARTED else pytest.raises(BrokerError, match="is being stopped"):
+            taking_over.result(timeout=2.0)
 
 
 def test_commands_that_begin_at_the_same_moment_share_one_broker(tmp_path: Path) -> None:
