@@ -7,14 +7,16 @@ the old one's name. A crash before 4 leaves the old file, at most without its la
 
 import fcntl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import duckdb
 
 from rollstream.eventlog.files import beside
 from rollstream.eventlog.log import EventLog, LogReader, TopicPartition, check_kept
 from rollstream.metrics.projection import tables
-from rollstream.metrics.projection.database import Database, MetricsFileError, connect
+from rollstream.metrics.projection.database import Database, FileInUseError, MetricsFileError, connect, one_line
 from rollstream.metrics.projection.projector import Projector
 from rollstream.schemas.topics import TOPICS
 
@@ -83,13 +85,38 @@ class _ReportingProjector(Projector):
 
 
 def check_file(path: Path, cluster_id: str | None) -> None:
-    """Raises MetricsFileError if a metrics file cannot be written, or is tied to another cluster than that, if any."""
-    connection = connect(path, read_only=False)
+    """Raises MetricsFileError if a metrics file cannot be written, is damaged, or is tied to another cluster than that,
+    if any.
+    """
     try:
-        if cluster_id is not None and (message := tables.other_cluster(connection, path, cluster_id)):
-            raise MetricsFileError(message)
-    finally:
-        connection.close()
+        with closing(connect(path, read_only=False)) as connection:
+            tables.are_of_another_version(connection)  # reads what the file has of itself
+            message = tables.other_cluster(connection, path, cluster_id) if cluster_id is not None else ""
+    except duckdb.Error as error:
+        raise MetricsFileError(
+            f"the metrics file {path} is damaged: {one_line(error)}; run `rollstream rebuild`, or remove it: it is "
+            "rebuilt from the log"
+        ) from error
+    if message:
+        raise MetricsFileError(message)
+
+
+def check_replaceable(path: Path, cluster_id: str) -> None:
+    """Raises MetricsFileError if a metrics file is in use, or tied to another cluster; one that cannot be read is not.
+
+    Raises nothing if there is no file.
+    """
+    if not path.exists():
+        return
+    try:
+        with closing(connect(path, read_only=True)) as connection:
+            message = tables.other_cluster(connection, path, cluster_id)
+    except FileInUseError:
+        raise
+    except (MetricsFileError, duckdb.Error):
+        return
+    if message:
+        raise MetricsFileError(message)
 
 
 @contextmanager

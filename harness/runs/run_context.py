@@ -172,7 +172,7 @@ async def connected(run_request: RunRequest, lease: WorkspaceLease, display: Dis
         wanted = run_request.config.builder.num_partitions
         await log.ensure_topics(num_partitions=wanted if run_request.resume is None else None)
         check_topics(location.workspace, await log.cluster_id(), await log.topic_ids())
-        check_metrics(run_request.config, location.workspace, await log.cluster_id())
+        await asyncio.to_thread(check_metrics, run_request.config, location.workspace, await log.cluster_id())
         run = await plan(run_request, log, artifacts, lease.examples)
         if not run.is_new:  # after its own count was compared: no count in the file continues it on altered topics
             await log.ensure_topics(num_partitions=wanted)

@@ -12,7 +12,7 @@ from rollstream.eventlog.kafka.topic_ids import clusters_of
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.services.lost_records import check_ends
 from rollstream.metrics.projection.database import MetricsFileError, metrics_file
-from rollstream.metrics.rebuild import check_file
+from rollstream.metrics.rebuild import check_replaceable
 from rollstream.metrics.rebuild import rebuild as make_again
 from rollstream.replay.archive.export import export_run
 from rollstream.replay.archive.log import ExportLog, rebuild_exported
@@ -90,11 +90,10 @@ def own_metrics_file(source: Path | None, workspace: Path) -> Path:
             f"{path} is for the log of this workspace, which is of cluster {', '.join(sorted(used))}, and the export "
             f"{source} is of {cluster_id}; give another file with --output, or another --workspace"
         )
-    if path.exists():
-        try:
-            check_file(path, cluster_id)
-        except MetricsFileError as error:
-            raise MetricsFileError(f"{error}, or give another file with --output") from error
+    try:
+        check_replaceable(path, cluster_id)
+    except MetricsFileError as error:
+        raise MetricsFileError(f"{error}, or give another file with --output") from error
     return path
 
 

@@ -90,12 +90,13 @@ def connect(path: Path, *, read_only: bool, config: Mapping[str, Any] = SAFE_CON
         if _is_disk_full(error):
             _raise_full(path, error)
         raise MetricsFileError(
-            f"the metrics file {path} cannot be opened: {cause_of(error)}; correct its permissions, or remove it: it "
-            f"is rebuilt from the log"
+            f"the metrics file {path} cannot be opened: {cause_of(error)}; correct its permissions, run `rollstream "
+            f"rebuild`, or remove it: it is rebuilt from the log"
         ) from error
     except duckdb.Error as error:
         raise MetricsFileError(
-            f"the metrics file {path} cannot be read: {cause_of(error)}; remove it: it is rebuilt from the log"
+            f"the metrics file {path} cannot be read: {cause_of(error)}; run `rollstream rebuild`, or remove it: it is "
+            f"rebuilt from the log"
         ) from error
 
 

@@ -69,7 +69,7 @@ def tie_to(connection: duckdb.DuckDBPyConnection, cluster_id: str) -> None:
 
 def other_cluster(connection: duckdb.DuckDBPyConnection, path: Path, cluster_id: str) -> str:
     """A message about a file whose rows are from another cluster; empty if they are not."""
-    found = meta(connection, "cluster_id") if _has_tables(connection) else None
+    found = meta(connection, "cluster_id") if _has_meta(connection) else None
     if found in (None, cluster_id):
         return ""
     return (
@@ -111,6 +111,11 @@ def meta(connection: duckdb.DuckDBPyConnection, name: str) -> str | None:
     """A value that the file has of itself."""
     found = connection.execute("SELECT value FROM log.meta WHERE name = $1", [name]).fetchone()
     return found[0] if found else None
+
+
+def _has_meta(connection: duckdb.DuckDBPyConnection) -> bool:
+    sql = "SELECT 1 FROM duckdb_tables() WHERE schema_name = 'log' AND table_name = 'meta'"
+    return connection.execute(sql).fetchone() is not None
 
 
 def _has_tables(connection: duckdb.DuckDBPyConnection) -> bool:
