@@ -78,6 +78,7 @@ ERRORS_OF_A_PATH = (
     errno.EROFS,
     errno.EEXIST,
     errno.EISDIR,
+    errno.ELOOP,
     errno.ENOTDIR,
     errno.ENAMETOOLONG,
 )

@@ -33,6 +33,7 @@ from rollstream.harness.runs.earlier_output import check_output_dir
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.services.addresses import check_port, is_this_machine, is_unspecified
 from rollstream.harness.services.optional_dependencies import check_learner, check_quantized
+from rollstream.harness.services.outputs import can_write
 from rollstream.producers.league.draw import check_league
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ArtifactError, ConfigError, describe
@@ -91,10 +92,7 @@ def _check_store(config: RunConfig) -> None:
 
 def check_result(path: Path | None) -> None:
     """Raises ConfigError if the result file could not be written at the end of the run."""
-    if path is None:
-        return
-    is_writable = os.access(path, os.W_OK) if path.is_file() else os.access(path.absolute().parent, os.W_OK | os.X_OK)
-    if path.is_dir() or not is_writable:
+    if path is not None and not can_write(path):
         raise ConfigError(f"--result_json_path {path} is not writable; give another path")
 
 

@@ -112,16 +112,16 @@ def test_only_the_empty_epoch_that_ends_a_run_early_is_not_counted(
 def test_a_result_is_written_once_the_disk_has_room_and_the_old_one_is_whole_until_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, full, write = tmp_path / "result.json", [True], outputs.write_whole
+    path, full, write = tmp_path / "result.json", [True], outputs.replacing
     path.write_text("{}")
 
-    def once_there_is_room(*arguments: Any, **named: Any) -> None:
+    def once_there_is_room(*arguments: Any, **named: Any) -> Any:
         assert path.read_text() == "{}"
         if full and full.pop():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(*arguments, **named)
+        return write(*arguments, **named)
 
-    monkeypatch.setattr(outputs, "write_whole", once_there_is_room)
+    monkeypatch.setattr(outputs, "replacing", once_there_is_room)
     asyncio.run(finetune.write_result(path, Outcome("run-1", "completed", 3)))
     assert json.loads(path.read_text())["version"] == 3
     assert "waiting for free space" in caplog.text
