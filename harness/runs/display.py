@@ -21,8 +21,8 @@ class Display:
     def __init__(self, stream: TextIO = sys.stdout, clock: Callable[[], float] = time.monotonic) -> None:
         self._line = LiveLine(stream, clock)
         self._clock = clock
-        self._unclaimed: tuple[str, float] = ("", 0.0)
-        """The job that no learner has claimed, and when to print that; infinite once it is printed."""
+        self._unclaimed: dict[str, float] = {}
+        """When to print that no learner has claimed a job, by job; infinite once it is printed."""
         self._rate = Rate(clock)
         self._status = ""
 
@@ -34,13 +34,15 @@ class Display:
             self._line.show(line_of(progress, self._rate.eta_s(progress), self._status))
 
     def _warn_unclaimed(self, progress: Progress) -> None:
-        job_id = unclaimed_job(progress)
-        if job_id != self._unclaimed[0]:
-            self._unclaimed = (job_id, self._clock() + UNCLAIMED_S)
-        if job_id and self._clock() >= self._unclaimed[1]:
-            self._unclaimed = (job_id, math.inf)
+        now = self._clock()
+        self._unclaimed = {
+            job_id: self._unclaimed.get(job_id, now + UNCLAIMED_S) for job_id in unclaimed_jobs(progress)
+        }
+        if due := [job_id for job_id, at in self._unclaimed.items() if now >= at]:
+            self._unclaimed |= dict.fromkeys(due, math.inf)
+            named = f"{'job' if len(due) == 1 else 'jobs'} {', '.join(due)}"
             self.print(
-                f"no learner has claimed job {job_id} for {UNCLAIMED_S:.0f} s; with external services, start "
+                f"no learner has claimed {named} for {UNCLAIMED_S:.0f} s; with external services, start "
                 "`rollstream serve learner`; `rollstream status` lists the services of this workspace"
             )
 
@@ -100,12 +102,14 @@ def current_job(progress: Progress) -> tuple[str, JobProgress] | None:
     return submitted[-1] if submitted else None
 
 
-def unclaimed_job(progress: Progress) -> str:
-    """Id of the current job if it waits for a learner and none has claimed its model group; else empty."""
-    found = current_job(progress)
-    if found is None or found[1].started is not None or found[1].outcome is not None or found[1].submitted is None:
-        return ""
-    return "" if found[1].submitted.model_group in progress.owners else found[0]
+def unclaimed_jobs(progress: Progress) -> list[str]:
+    """Ids of the submitted jobs that wait for a learner while none has claimed their model group."""
+    return [
+        job_id
+        for job_id, job in progress.jobs.items()
+        if job.submitted is not None and job.started is None and job.outcome is None
+        if job.submitted.model_group not in progress.owners
+    ]
 
 
 def line_of(progress: Progress, eta_s: float | None, status: str) -> str:

@@ -134,6 +134,26 @@ def test_a_job_that_no_learner_claims_is_reported_once_with_the_remedy(script: S
     ]
 
 
+@pytest.mark.parametrize(
+    ("claimed", "named"),
+    [("", "jobs run-1/rl-a, run-1/rl-b for"), ("a", "job run-1/rl-b for"), ("b", "job run-1/rl-a for")],
+)
+def test_every_job_whose_model_group_has_no_learner_is_named(script: SimpleNamespace, claimed: str, named: str) -> None:
+    shown, times = io.StringIO(), itertools.count(0, UNCLAIMED_S / 4)
+    display, progress = Display(shown, clock=lambda: next(times)), Progress("run-1")
+    for name in ("a", "b"):
+        job: dict[str, Any] = JOB | {"job_id": f"run-1/rl-{name}", "model_group": f"run-1/{name}"}
+        progress = evolve(progress, JobSubmitted(**job, base_version=0, settings=script.job_spec("rl").job))
+    if claimed:
+        group = f"run-1/{claimed}"
+        event = LearnerClaimed(run_id="run-1", time_ms=6, model_group=group, term=1, learner="l")
+        progress = evolve(progress, event)
+    for _ in range(40):
+        display.update(progress)
+    (line,) = [one for one in shown.getvalue().splitlines() if "rollstream serve learner" in one]
+    assert line.startswith(f"no learner has claimed {named} 60 s;")
+
+
 def test_a_skipped_job_has_a_line_of_its_own_with_the_version_that_stays(script: SimpleNamespace) -> None:
     skipped = JobSkipped(**JOB, job_kind="sft", num_examples=1, min_examples=10, version=3)
     progress = evolve(evolve(Progress("run-1"), script.run_started()), skipped)
