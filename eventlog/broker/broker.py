@@ -40,8 +40,8 @@ services on the same cores; and its code is hardly faster under load.
 CLASSES_LISTED = "classes.txt"
 ENDED_AS_ASKED = 128 + signal.SIGTERM
 CRASHED = -signal.SIGABRT
-_REMEDY = "correct its permissions or free space there, or give another --workspace"
 """Exit status of a Java runtime that ends by a fault of its own, or of its class archive."""
+_REMEDY = "correct its permissions or free space there, or give another --workspace"
 
 PROPERTIES = f"""\
 process.roles=broker,controller

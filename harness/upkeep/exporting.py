@@ -78,8 +78,8 @@ async def rebuild_exported_metrics(log: ExportLog, path: Path, *, report: Callab
 def own_metrics_file(source: Path | None, workspace: Path) -> Path:
     """The metrics file of a workspace, to be made again from an export or its own log.
 
-    Raises MetricsFileError if the file or the log is of another cluster than the export, for then the next run would
-    have no metrics.
+    Raises MetricsFileError if the file is in use, or the file or the log is of another cluster than the export, for
+    then the next run would have no metrics. A damaged file is replaced.
     """
     path = metrics_file(workspace)
     if source is None:

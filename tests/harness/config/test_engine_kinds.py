@@ -247,8 +247,8 @@ def test_settings_that_vllm_refuses_or_ignores_are_refused_before_the_run(
 def test_adapters_on_experts_in_one_tensor_are_refused_for_vllm_before_the_run(
     written: dict[str, Any], modules: list[str], is_refused: bool
 ) -> None:
-    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    sizes: dict[str, Any] = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     model = written["trainer_adapters"]["a"]["model"]
     Qwen3MoeConfig(vocab_size=102, hidden_size=32, **sizes, **experts).save_pretrained(model["path"])
     model["lora"] = {"target_modules": modules}

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from rollstream.harness.cli.inspect import sql
-from rollstream.harness.cli.main import one_line
+from rollstream.harness.cli.main import error_line, rollstream
 from rollstream.harness.runs.preflight import check_result
 from rollstream.harness.services.outputs import write_output
 from rollstream.metrics.projection.database import Database, metrics_file
@@ -138,9 +137,13 @@ def test_a_path_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path, na
     (tmp_path / "dangling").symlink_to("missing/rows.csv")
     Database(metrics_file(tmp_path)).close()
     path = tmp_path / name
-    error = CliRunner().invoke(sql, ["SELECT 1", "--no-wait", "-w", str(tmp_path), "--output", str(path)]).exception
+    error = (
+        CliRunner()
+        .invoke(rollstream, ["sql", "SELECT 1", "--no-wait", "-w", str(tmp_path), "--output", str(path)])
+        .exception
+    )
     assert error is not None
-    assert one_line(error) == f"{path}: {reason}; correct the path or its permissions"
+    assert error_line(error) == f"{path}: {reason}; correct the path or its permissions"
     with pytest.raises(ConfigError, match="is not writable; give another path"):
         check_result(path)
     assert not (tmp_path / "missing").exists()
