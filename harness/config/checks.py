@@ -83,8 +83,8 @@ def _check_scalar(value: Any, path: str) -> None:
         raise ConfigError(f"{path}: is {value}; give a number of at most 64 bits")
     if isinstance(value, str):
         is_command = value.startswith(COMMAND)
-        found = secret_in_command(value.removeprefix(COMMAND)) if is_command else None
-        if name := found or secret_in(value, path):
+        name = secret_in_command(value.removeprefix(COMMAND)) if is_command else secret_in(value, path)
+        if name is not None:
             raise _literal(path, name, is_command=is_command)
     if value is not None and not isinstance(value, (str, bool, int, float)):
         raise ConfigError(f"{path}: is a {type(value).__name__}; give text, a number, true, false, a list or a mapping")

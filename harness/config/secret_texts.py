@@ -52,9 +52,12 @@ _WORDS_FIELD = re.compile(r"\s*([a-z][\w.-]*(?: [\w.-]+){0,2})=(.*)", re.IGNOREC
 _LOGIN_MODULE = re.compile(r"^\s*[\w.]{1,200}LoginModule\s+\w+\s+")
 _HEADER = re.compile(r"\s*([\w-]{1,60})\s*:\s*((?:bearer|basic|token|api-?key)\s+\S[\s\S]*|\S+\s*)", re.IGNORECASE)
 """A header as one text: a scheme and all that follows it, or one word."""
-_ELSEWHERE = re.compile(r"^(\$|[~.]?[./])|\.(env|json|key|pem|toml|txt|ya?ml)$")
+_ELSEWHERE = re.compile(r"^[~.]?[./]|^[a-z_.-]+/[\w./-]+$|\.(env|json|key|pem|toml|txt|ya?ml)$")
 """The value of an argument that says where a secret is."""
-_SPACE = re.compile(r"\s")
+_OF_SHELL = re.compile(r"\$\([^()]*\)|`[^`]*`|\$\w+")
+"""Variables and commands that a shell replaces by their values."""
+_TAKES_NO_VALUE = re.compile(r"^-+(no|with|without|require)[-_]", re.IGNORECASE)
+_SPACE = re.compile(r"[ \t\r\n]")
 _PARAMETERS = frozenset({"sig", "signature", "x-amz-signature", "accountkey", "sharedaccesskey"})
 
 
@@ -98,20 +101,28 @@ def secret_in_command(line: str) -> str | None:
 
     Values that a shell makes (`$NAME`) and paths are none.
     """
+    line = _OF_SHELL.sub("${OF_SHELL}", line)
     try:
         words = shlex.split(line)
     except ValueError:
         words = line.split()
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if not equals and word.startswith("-") and not following.startswith("-"):
-            value = following
-        if is_secret_name(name.lstrip("-")) and not _ELSEWHERE.search(value) and is_secret(value):
-            return name.lstrip("-")
-        found = secret_in(word) or (secret_in_command(word) if _SPACE.search(word) else None)
-        if found is not None:
-            return found
-    return None
+    return next(filter(None, map(_secret_in_word, words, [*words[1:], ""])), None)
+
+
+def _secret_in_word(word: str, following: str) -> str | None:
+    """The name of the secret in a word of a command line, or in the one after it, if that is its value."""
+    if _SPACE.search(word) and not _HEADER.fullmatch(word) and not _SCHEME.match(word):
+        return secret_in_command(word)
+    name, equals, value = word.partition("=")
+    if not equals and word.startswith("-") and not following.startswith("-") and not _TAKES_NO_VALUE.match(word):
+        value = following
+    is_elsewhere = "://" not in value and _ELSEWHERE.search(value) is not None
+    if is_secret_name(name.lstrip("-")) and not is_elsewhere and is_secret(value):
+        return name.lstrip("-")
+    found = None if equals and is_elsewhere else secret_in(word)
+    if found is None and equals and "=" in value:  # --env=NAME=VALUE
+        return secret_in_command(value)
+    return None if found is None else found.lstrip("-")
 
 
 def _is_key(text: str) -> bool:

@@ -134,9 +134,14 @@ class Workflow:
 
     async def _score(self, name: str, items: list[Any]) -> dict[str, Played]:
         """Scores by item id, or why there is none."""
-        if name not in self._evaluators:
-            self._evaluators[name] = _Evaluator(self._builder.get_evaluator(name), self._num_slots)
-        evaluator = self._evaluators[name]
+        try:
+            if name not in self._evaluators:
+                self._evaluators[name] = _Evaluator(self._builder.get_evaluator(name), self._num_slots)
+            evaluator = self._evaluators[name]
+        except Exception as error:  # noqa: BLE001 -- an evaluator of another package may lack what NAT asks of it
+            self._failures.report(f"evaluator {name}", error)
+            unscored = Played(missing_score=_failure(f"evaluator {name}", error))
+            return {str(item.id): unscored for item in items}
         parts = [[item] for item in items] if evaluator.takes_single_items else [items] if items else []
         found = await asyncio.gather(*(self._scores_of(name, evaluator, part) for part in parts))
         return {key: played for part in found for key, played in part.items()}

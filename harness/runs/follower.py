@@ -42,9 +42,11 @@ class Follower:
         self._on_event = on_event
         self.progress = Progress(run_id)
         self.num_changes = 0
-        """Records of the run so far, those that are not decode_or_none included; its own signs of life apart."""
+        """Records of the run so far, those that are not decoded included; its own signs of life apart."""
         self.unreadable = ""
         """The first record with the run's key that is an event of another version, see `unreadable_event`."""
+        self.num_unreadable = Counter[str]()
+        """Such records by topic."""
 
     async def advance(self, timeout_s: float) -> Progress:
         """Progress after the next records; the same object if nothing changed within `timeout_s`."""
@@ -76,6 +78,7 @@ class Follower:
         received = decode_or_none(record, warns=True)
         if received is None:
             self.unreadable = self.unreadable or unreadable_event(record)
+            self.num_unreadable[record.topic] += kind_of(record) is not None
             return None
         self.num_changes += not isinstance(received.event, RunContinued)
         return received.event
@@ -99,10 +102,10 @@ async def follow(
     return Follower(log, await log.reader(start), run_id, on_event)
 
 
-async def progress_of(log: EventLog, run_id: str) -> Progress:
+async def progress_of(log: EventLog, run_id: str, unreadable: Counter[str] | None = None) -> Progress:
     """The progress of one run as far as the log says now, read from where its jobs say that it begins.
 
-    Raises ConfigError if the run does not exist.
+    `unreadable`: see `read_events`; of this run alone. Raises ConfigError if the run does not exist.
     """
     follower = await follow(log, run_id)
     try:
@@ -112,11 +115,13 @@ async def progress_of(log: EventLog, run_id: str) -> Progress:
     if progress.run is None:
         begin = (await log.begin_offsets("groups"))[0]
         raise unknown_run(run_id, begin, unreadable=follower.unreadable)
+    if unreadable is not None:
+        unreadable.update(+follower.num_unreadable)
     return progress
 
 
 async def is_known(log: EventLog, run_id: str) -> bool:
-    """Whether the log has a job or the start of a run. Nothing of other runs is decode_or_none.
+    """Whether the log has a job or the start of a run. Nothing of other runs is decoded.
 
     All of the small topic `jobs` is read for a run that it does not have; then `groups`, because a run may have been
     killed before its first job. The other topics have nothing of such a run.

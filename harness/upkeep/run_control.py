@@ -79,7 +79,7 @@ async def chosen_runs(log: EventLog, chosen: str | None, unreadable: Counter[str
     """
     if chosen is None:
         return await read_runs(log, unreadable)
-    run = await progress_of(log, ids.run_of(chosen))
+    run = await progress_of(log, ids.run_of(chosen), unreadable)
     group = model_group_of(chosen)
     named = [job.submitted or job.skipped for job in run.jobs.values()]
     groups = {job.model_group for job in named if job is not None}

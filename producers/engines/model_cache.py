@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
+from rollstream.eventlog.disk_space import is_outage
 from rollstream.producers.engines.chat_tokenizer import check_folder, load_tokenizer
 from rollstream.producers.engines.generation import Model, check_cache
 from rollstream.producers.engines.kv_pool import PoolShape, probed_shape
@@ -239,9 +240,7 @@ class ModelCache:
         except (KeyError, TypeError, ValueError) as error:
             base, remedy = published.base_model, "load the base model that it was trained on"
             if "must target the same set of parameters" in str(error):  # peft, of adapters on experts in one tensor
-                remedy = (
-                    f"give all model groups of {base} the same experts in lora.target_modules, or this one a copy of it"
-                )
+                remedy = f"give all model groups of {base} the same experts in lora.target_modules, or a copy each"
             raise ModelError(f"{where}: its adapter does not fit {base}: {one_line(error)}; {remedy}") from error
         module.eval()
         return module, name
@@ -391,6 +390,8 @@ def _load_base(published: WeightsPublished, dtype: torch.dtype, device: torch.de
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         if is_out_of_memory(error) or is_of_device(error):
             raise
+        if is_outage(error):
+            raise OSError(f"model {base_model} cannot be read for now: {one_line(error)}") from error
         raise ModelError(
             f"model {base_model} cannot be loaded, from a folder or the hub: {one_line(error)}; "
             "correct its path, or download it first"

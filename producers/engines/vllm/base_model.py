@@ -13,6 +13,7 @@ import safetensors
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from rollstream.eventlog.disk_space import is_outage
 from rollstream.producers.engines.chat_tokenizer import check_folder, load_tokenizer
 from rollstream.producers.engines.model_cache import Shape, named_unreadable
 from rollstream.schemas.devices import MODEL_LOADING
@@ -40,7 +41,7 @@ class BaseModel:
 
 
 def read_base_model(path: str) -> BaseModel:
-    """Raises ModelError that names the folder and the missing file."""
+    """Raises ModelError that names the folder and the missing file, OSError if its disk or the hub may be back."""
     check_folder(path)
     tokenizer = load_tokenizer(path)
     try:
@@ -48,6 +49,8 @@ def read_base_model(path: str) -> BaseModel:
         with MODEL_LOADING, torch.device("meta"):
             module: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if is_outage(error):
+            raise OSError(f"model {path} cannot be read for now: {one_line(error)}") from error
         raise ModelError(f"model {path} cannot be read: {one_line(error)}; restore its files") from error
     tied = frozenset(getattr(module, "all_tied_weights_keys", None) or ())
     names = {module_of: name for name, module_of in module.named_modules()}

@@ -106,24 +106,27 @@ def _check_layers(lora: LoraSettings, path: str, location: str) -> None:
     from peft.tuners.lora import LoraLayer
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if lora.target_modules == "all-linear":
+        return
     try:
         named = str(folder) if (folder := Path(path).expanduser()).is_dir() else path
         config = AutoConfig.from_pretrained(named, trust_remote_code=False, local_files_only=True)
         with MODEL_LOADING, torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
             linear = {name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
             wanted = LoraConfig(r=lora.rank, target_modules=list(lora.target_modules), task_type="CAUSAL_LM")
             layers = get_peft_model(module, wanted).get_base_model().named_modules()
             adapted = {name for name, layer in layers if isinstance(layer, LoraLayer)}
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 -- models' own code, and checks of many kinds of their configurations
         logger.info("the adapter of model %s is not known: %s", path, one_line(error))
         return
     odd, known = (
         {name.removesuffix(".base_layer").rpartition(".")[2] for name in names} for names in (adapted - linear, linear)
     )
     if odd:
+        names = ", ".join(sorted(known - ENDS))
+        remedy = f"name some of {names}, or use another engine" if names else "use another engine"
         raise ConfigError(
             f"{location}: {', '.join(lora.target_modules)}: of model {path} they include {', '.join(sorted(odd))}, "
-            f"and vLLM serves adapters of linear layers alone; name some of {', '.join(sorted(known - ENDS))}, or use "
-            "another engine"
+            f"and vLLM serves adapters of linear layers alone; {remedy}"
         )

@@ -250,3 +250,20 @@ def test_an_unknown_command_is_an_argument_of_list(written: list[str], reported:
 
 def print_call(name: str, given: tuple[str, ...]) -> None:
     click.echo(f"{name} {given}")
+
+
+def test_records_of_a_newer_version_are_counted_for_the_one_run_that_is_listed(tmp_path: Path) -> None:
+    rig = GroupRig(tmp_path, tmp_path / "model")
+
+    async def scenario() -> None:
+        async with await rig.open() as group:
+            await group.create_supervised_fine_tune_job(SFT)
+        (submitted,) = await rig.events("jobs", JobSubmitted)
+        sent = codec.encode(submitted.model_copy(update={"job_id": f"{RUN}/later"}))
+        value = orjson.dumps({**orjson.loads(sent.value), "field_of_tomorrow": 1})
+        await rig.log.send_raw("jobs", key=RUN.encode(), value=value, headers=sent.headers)
+        unreadable = Counter[str]()
+        (run,) = await chosen_runs(rig.log, RUN, unreadable)
+        assert (list(run.jobs), unreadable) == ([submitted.job_id], {"jobs": 1})
+
+    asyncio.run(scenario())

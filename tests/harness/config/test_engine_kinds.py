@@ -261,6 +261,14 @@ def test_adapters_on_experts_in_one_tensor_are_refused_for_vllm_before_the_run(
         check_engines(config)
 
 
+@pytest.mark.parametrize("text", ["[]", '{"model_type": "qwen2", "_attn_implementation": "flash_attention_2"}'])
+def test_a_model_whose_layers_cannot_be_read_here_is_left_to_the_services(written: dict[str, Any], text: str) -> None:
+    model = written["trainer_adapters"]["a"]["model"]
+    (Path(model["path"]) / "config.json").write_text(text)
+    model["lora"] = {"target_modules": ["q_proj"]}
+    check_engines(config_file.resolve(with_engine(written, {"kind": "vllm", "executable": sys.executable})).config)
+
+
 @pytest.mark.parametrize(
     ("league", "lora", "is_refused"),
     [

@@ -67,7 +67,7 @@ async def scoring() -> AsyncIterator[None]:
 class SingleConfig(EvaluatorBaseConfig, name="playing_test_single"):
     """An evaluator that is derived from one of NAT's base classes, which call it for each example on its own."""
 
-    of_trajectories: bool = False
+    of_trajectories: bool | None = False  # None: it has no function at all
 
 
 async def length_of(output: str) -> float:
@@ -162,7 +162,7 @@ def register() -> None:
         if config.of_trajectories:
             yield OfSingleTrajectories(3)
         else:
-            function: Any = OfSingleItems(3).evaluate
+            function: Any = None if config.of_trajectories is None else OfSingleItems(3).evaluate
             yield EvaluatorInfo(config=config, evaluate_fn=function, description="single")
 
 
@@ -293,9 +293,12 @@ def test_only_the_example_for_which_a_derived_evaluator_raises_has_no_score(of_t
     assert re.fullmatch(r"evaluator it raised ValueError \(.* in length_of\): not bad", str(found[1].missing_score))
 
 
-def test_the_terminal_shows_the_first_failure_and_the_log_file_all(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_evaluator_without_a_function_scores_no_example() -> None:
+    found = played(["x", "y"], {"_type": "playing_test_single", "of_trajectories": None})
+    assert ["evaluator it raised AttributeError" in str(one.missing_score) for one in found] == [True, True]
+
+
+def test_the_terminal_shows_the_first_failure_and_the_log_file_all(caplog: pytest.LogCaptureFixture) -> None:
     failures = Failures()
     with caplog.at_level("INFO", logger="rollstream"):
         played(["no", "no", "x"], {"_type": "playing_test_length", "raises": True}, failures)

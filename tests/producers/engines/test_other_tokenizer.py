@@ -4,6 +4,7 @@ folder cannot be read for a while is."""
 import asyncio
 import errno
 import logging
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,9 +16,10 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.disk_space import is_outage
 from rollstream.eventlog.files import base_sha256, tokenizer_sha256
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.producers.engines import weight_follower
+from rollstream.producers.engines import model_cache, weight_follower
 from rollstream.producers.engines.base import check_base_model
 from rollstream.producers.engines.scripted import ScriptedEngine
 from rollstream.producers.engines.weight_follower import WeightFollower
@@ -25,6 +27,7 @@ from rollstream.producers.league.opponents import OpponentWeights
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
 from rollstream.schemas.permissions import NOTHING
+from tests.producers.engines import engine_rig
 from tests.rigs.follower_rig import Rig, play
 from tests.rigs.services.hub_cache import move_to_cache
 
@@ -224,3 +227,23 @@ def test_a_base_model_that_cannot_be_read_for_another_reason_ends_the_follower(
 
     monkeypatch.setattr(weight_follower, "base_model_of", failing)
     asyncio.run(scenario())
+
+
+def test_a_disk_that_fails_while_a_base_model_is_loaded_may_be_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, path, lora = engine_rig.adapter(folder, tmp_path, 1)
+    version = engine_rig.published(folder, weights_format="lora", lora=lora)
+
+    def failing(*arguments: object, **named: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def work(engine: Any) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(model_cache.AutoModelForCausalLM, "from_pretrained", failing)
+            with pytest.raises(OSError, match="cannot be read for now") as raised:
+                await engine.load(version, path)
+        assert is_outage(raised.value)
+        await engine.load(version, path)
+
+    engine_rig.run(work)

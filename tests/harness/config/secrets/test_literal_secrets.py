@@ -164,6 +164,8 @@ SECRETS_OF_COMMANDS = [
     "agent -H 'Authorization: Bearer hunter2'",
     "agent --db postgresql://u:hunter2@h/x",
     "agent --name=it's --api-key hunter2",
+    "docker run --env=HF_TOKEN=hunter2 image",
+    "agent --db=postgresql://u:hunter2@h/x.json",
 ]
 ORDINARY_COMMANDS = [
     "python agent.py --api-key-file /run/secrets/key --max-tokens 40",
@@ -174,6 +176,13 @@ ORDINARY_COMMANDS = [
     "sh -c 'agent --api-key $OPENAI_API_KEY'",
     'sh -c "exec agent --api-key $(cat /run/secrets/key)"',
     "agent --pad_token x --tokenizer m1",
+    "agent --password=/run/secrets/pw --api-key=./k",
+    "agent --api-key=keys/openai.key --token secrets/tok --db_password=pw.txt",
+    "agent --api-key=$KEY --token `cat f` --no-password run",
+    "env HF_TOKEN=$HF_TOKEN agent",
+    "agent --title a\u00a0b",
+    "sh -c 'TOKEN=$(cat /run/secrets/t) PASSWORD=~/pw agent'",
+    "sh -c 'curl -H \"Authorization: Bearer $TOKEN\" http://x'",
     "agent --prompt 'The password: hunter2'",
 ]
 
