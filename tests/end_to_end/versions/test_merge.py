@@ -30,7 +30,7 @@ def assert_mistakes_are_named(project: Any, output: Any) -> None:
     for target, folder, message in (
         ("adapted@1", output, "something is there already; name a folder that is to be made"),
         ("adapted@7", "new", "adapted/policy@7: there is no such version, the model group has 0 to 1"),
-        ("gone@1", "new", "gone/policy@1: there is no such version, the model group has none"),
+        ("gone@1", "new", "run gone does not exist; `rollstream runs` lists all runs"),
         ("adapted", "new", "give a model group and a version as GROUP@VERSION"),
     ):
         refused = project.run("merge", target, "--output", str(folder))

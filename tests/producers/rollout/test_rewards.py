@@ -64,7 +64,7 @@ def test_a_mapping_is_a_reward_an_agent():
     [
         (float("nan"), "nan"),
         (float("inf"), "inf"),
-        (None, "is None"),
+        (None, r"no score \(None\)"),
         ("1", "is a str"),
         (np.array([1.0]), "is a ndarray"),
         (10**400, "too large"),
