@@ -14,8 +14,8 @@ from rollstream.eventlog.kafka.topic_ids import check_topics
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.services.lost_records import check_ends, removed
-from rollstream.metrics.projection.database import Database, metrics_file
-from rollstream.metrics.projection.projector import Projector
+from rollstream.metrics.projection.database import metrics_file
+from rollstream.metrics.projection.projector import project_to_end
 from rollstream.replay.whole import check_runs
 from rollstream.schemas.errors import TruncatedError
 from rollstream.schemas.events import RunEnded
@@ -25,13 +25,7 @@ def workspace_of(log: MemoryLog, folder: Path, *clusters: str) -> None:
     """A workspace whose metrics have read the whole log."""
     path = metrics_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    database = Database(path)
-    try:
-        projector = Projector(log, database)
-        projector.stop()
-        asyncio.run(projector.run())
-    finally:
-        database.close()
+    asyncio.run(project_to_end(log, path))
     for cluster in clusters or (asyncio.run(log.cluster_id()),):
         check_topics(folder, cluster, {"groups": "id"})
 

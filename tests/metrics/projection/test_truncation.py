@@ -8,20 +8,13 @@ import pytest
 
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.metrics.projection.database import Database
-from rollstream.metrics.projection.projector import Projector
+from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas.errors import TruncatedError
 from tests.metrics.conftest import empty_file
 
 
 def project(log: MemoryLog, path: Path) -> None:
-    database = Database(path)
-    try:
-        projector = Projector(log, database)
-        projector.stop()
-        asyncio.run(projector.run())
-    finally:
-        database.close()
+    asyncio.run(project_to_end(log, path))
 
 
 def test_rows_that_were_removed_before_they_were_read_stop_the_projector(tmp_path: Path, synthetic: Any) -> None:
