@@ -62,9 +62,10 @@ def is_locked(workspace: Path) -> bool:
 def taken_over(workspace: Path) -> tuple[str, str] | None:
     """`host:port` of a workspace's broker and the process id of the run that took it over, if that still has it."""
     holder = _holder(workspace)
-    if holder.how != TAKEN_OVER or not holder.is_alive or not is_locked(workspace):
+    servers = read_json(workspace / "broker" / "broker.json").get("bootstrap_servers")
+    if holder.how != TAKEN_OVER or not holder.is_alive or not is_locked(workspace) or servers is None:
         return None
-    return str(read_json(workspace / "broker" / "broker.json")["bootstrap_servers"]), holder.pid
+    return str(servers), holder.pid
 
 
 def await_return(workspace: Path, pause: Callable[[float], None]) -> None:

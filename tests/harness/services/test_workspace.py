@@ -274,6 +274,17 @@ def test_a_take_over_that_is_called_off_ends_soon(tmp_path: Path, how: str) -> N
             taking_over.result(timeout=2.0)
 
 
+def test_a_broker_that_a_run_has_not_started_yet_is_not_reported_as_taken_over(tmp_path: Path) -> None:
+    folder = tmp_path / "broker"
+    folder.mkdir()
+    (folder / "lock").write_text(f"{os.getpid()} {lock.TAKEN_OVER}\n")
+    with (folder / "lock").open() as of_run:
+        fcntl.flock(of_run, fcntl.LOCK_EX)
+        assert lock.taken_over(tmp_path) is None
+        (folder / "broker.json").write_text('{"bootstrap_servers": "127.0.0.1:9"}')
+        assert lock.taken_over(tmp_path) == ("127.0.0.1:9", str(os.getpid()))
+
+
 def test_commands_that_begin_at_the_same_moment_share_one_broker(tmp_path: Path) -> None:
     workspace, both_in = Workspace(tmp_path), threading.Barrier(3)
 
