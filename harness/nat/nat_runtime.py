@@ -139,12 +139,16 @@ class Workflow:
                 self._evaluators[name] = _Evaluator(self._builder.get_evaluator(name), self._num_slots)
             evaluator = self._evaluators[name]
         except Exception as error:  # noqa: BLE001 -- an evaluator of another package may lack what NAT asks of it
-            self._failures.report(f"evaluator {name}", error)
-            unscored = Played(missing_score=_failure(f"evaluator {name}", error))
-            return {str(item.id): unscored for item in items}
+            return self._unscored(name, items, error)
         parts = [[item] for item in items] if evaluator.takes_single_items else [items] if items else []
         found = await asyncio.gather(*(self._scores_of(name, evaluator, part) for part in parts))
         return {key: played for part in found for key, played in part.items()}
+
+    def _unscored(self, name: str, items: list[Any], error: Exception) -> dict[str, Played]:
+        """Report what an evaluator has raised: the reason why these items have no score."""
+        self._failures.report(f"evaluator {name}", error)
+        unscored = Played(missing_score=_failure(f"evaluator {name}", error))
+        return {str(item.id): unscored for item in items}
 
     async def _scores_of(self, name: str, evaluator: "_Evaluator", items: list[Any]) -> dict[str, Played]:
         """Scores of one call of an evaluator."""
@@ -153,9 +157,7 @@ class Workflow:
                 output = await _limited(evaluator.evaluate(items), self._limit_s, num_rounds)
             found = {str(item.id): _scored(name, item) for item in output}
         except Exception as error:  # noqa: BLE001 -- user code may raise anything
-            self._failures.report(f"evaluator {name}", error)
-            unscored = Played(missing_score=_failure(f"evaluator {name}", error))
-            return {str(item.id): unscored for item in items}
+            return self._unscored(name, items, error)
         left_out = Played(
             missing_score=f"evaluator {name} returned no score for the example; have it return one for each"
         )
