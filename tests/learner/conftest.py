@@ -45,6 +45,25 @@ RUN = "run-1"
 GROUP = f"{RUN}/main"
 
 
+def manifest_of(job: JobSubmitted, index: int, previous_sha256: str, **given: Any) -> BatchPlanned:
+    """The manifest of a job with an index; its epoch has the same number."""
+    return BatchPlanned(
+        run_id=RUN,
+        time_ms=10 + index,
+        batch_id=ids.batch_id(job.job_id, index),
+        job_id=job.job_id,
+        model_group=job.model_group,
+        epoch=index,
+        index=index,
+        trains_at_version=job.base_version + index,
+        yields_version=job.base_version + index + 1,
+        seed=index,
+        curriculum_sha256="0" * 64,
+        previous_sha256=previous_sha256,
+        **given,
+    )
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Qwen2 with about 5,000 parameters and tied embeddings."""
@@ -158,22 +177,8 @@ class Lab:
         planned: list[BatchPlanned] = []
         for index in range(first, first + count):
             members, locators = await self._members(job, index, with_logprobs=with_logprobs)
-            batch = BatchPlanned(
-                run_id=RUN,
-                time_ms=10 + index,
-                batch_id=ids.batch_id(job.job_id, index),
-                job_id=job.job_id,
-                model_group=job.model_group,
-                epoch=index,
-                index=index,
-                trains_at_version=job.base_version + index,
-                yields_version=job.base_version + index + 1,
-                members=tuple(members),
-                seed=index,
-                curriculum_sha256="0" * 64,
-                previous_sha256=previous,
-                locators=tuple(locators),
-                num_adopted=num_adopted,
+            batch = manifest_of(
+                job, index, previous, members=tuple(members), locators=tuple(locators), num_adopted=num_adopted
             )
             previous = codec.content_digest(batch)
             await self.log.send(batch)

@@ -8,14 +8,13 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import HashedFile
 from rollstream.eventlog.log import Encoded, Position
 from rollstream.learner.worker import Worker
-from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.events import (
     BatchPlanned,
     JobSubmitted,
 )
 from rollstream.schemas.settings import ArtifactRef
-from tests.learner.conftest import RUN
+from tests.learner.conftest import manifest_of
 
 
 class Crash(BaseException):
@@ -89,23 +88,8 @@ async def adopt(
     lab: Any, job: JobSubmitted, planned: list[BatchPlanned], version: int, *, counts: bool = True
 ) -> list[BatchPlanned]:
     """Plan a rollback after the manifests so far; all manifests."""
-    index = len(planned)
-    batch = BatchPlanned(
-        run_id=RUN,
-        time_ms=10 + index,
-        batch_id=ids.batch_id(job.job_id, index),
-        job_id=job.job_id,
-        model_group=job.model_group,
-        epoch=index,
-        index=index,
-        trains_at_version=job.base_version + index,
-        yields_version=job.base_version + index + 1,
-        members=(),
-        seed=index,
-        curriculum_sha256="0" * 64,
-        previous_sha256=codec.content_digest(planned[-1]),
-        adopts=version,
-        num_adopted=num_before(planned) if counts else 0,
-    )
+    num_adopted = num_before(planned) if counts else 0
+    previous = codec.content_digest(planned[-1])
+    batch = manifest_of(job, len(planned), previous, members=(), adopts=version, num_adopted=num_adopted)
     await lab.log.send(batch)
     return [*planned, batch]
