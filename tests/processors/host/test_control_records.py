@@ -28,7 +28,7 @@ def test_a_host_reads_on_behind_control_records_and_counts_as_up_to_date_at_them
                 end = 0
                 for number in range(3):
                     await log.send(started(number, size=1), partition=0)
-                    await write_transactions(log.kafka, 1)
+                    await write_transactions(log, 1)
                     end = (await log.end_offsets("steps"))[0]
                     async with asyncio.timeout(30):
                         while host.positions().get(STEPS) != end:

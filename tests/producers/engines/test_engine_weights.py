@@ -365,7 +365,7 @@ def test_an_adapter_on_experts_in_one_tensor_is_generated_with(folder, tmp_path,
     _, load = trained(base, tmp_path, GROUP, 0, *modules)
     _, other = trained(base, tmp_path, OTHER, 1, *EXPERT_MODULES.difference(modules), "down_proj")
     with pytest.raises(
-        ModelError, match=r"; give all model groups of .* the same experts in lora\.target_modules, or this one a copy"
+        ModelError, match=r"; give all model groups of .* the same experts in lora\.target_modules, or a copy each"
     ):
         run(one_by_one([]), load, other)
 
