@@ -8,12 +8,13 @@ its window of rewards start empty. The parent is not changed.
 import asyncio
 import os
 from collections.abc import Mapping
+from contextlib import aclosing
 from pathlib import Path
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import base_sha256, tokenizer_sha256
 from rollstream.eventlog.log import EventLog
-from rollstream.eventlog.reading import MOST_RECORDS, read_events
+from rollstream.eventlog.reading import MOST_RECORDS, read_events, read_to_end, unknown_run, unreadable_event
 from rollstream.learner.progress import LogState, evolve
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
@@ -97,6 +98,8 @@ async def _published(log: EventLog, point: ForkPoint, name: str, location: str) 
             collected = event.reason(received.timestamp_ms)
         evolve(state, received)
     if point.run_id not in runs:
+        if unreadable := await _unreadable(log, point.run_id):
+            raise ConfigError(f"{location}: {unknown_run(point.run_id, 0, unreadable=unreadable)}")
         known = ", ".join(list(runs)[-NAMED_RUNS:]) or "none yet"
         raise ConfigError(f"{location}: run {point.run_id} does not exist; known runs: {known}")
     versions = state.group(group).published
@@ -112,6 +115,15 @@ async def _published(log: EventLog, point: ForkPoint, name: str, location: str) 
         kept = f"{min(versions)} to {max(versions)}"
         raise ConfigError(f"{location}: run {point.run_id} has no version {point.version}; choose one of {kept}")
     return versions[point.version], collected
+
+
+async def _unreadable(log: EventLog, run_id: str) -> str:
+    """The first record of a run in `groups` that is an event of another version, see `unreadable_event`; else empty."""
+    async with aclosing(read_to_end(log, "groups")) as records:
+        async for record in records:
+            if record.key == run_id.encode() and (found := unreadable_event(record)):
+                return found
+    return ""
 
 
 def misfit(published: WeightsPublished, config: RunConfig) -> str:

@@ -5,6 +5,7 @@ planning does not support and what several processes do not train, and warns, on
 accepted but have no effect.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -16,7 +17,14 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from rollstream.harness.config.secret_texts import is_secret, looks_random, secret_in, secret_in_command
+from rollstream.harness.config.secret_texts import (
+    is_secret,
+    looks_random,
+    secret_above,
+    secret_in,
+    secret_in_command,
+    secret_in_word,
+)
 from rollstream.metrics.trackers.table import check_tracker
 from rollstream.schemas import ids
 from rollstream.schemas.algorithm_settings import AlgorithmSettings, teacher_of
@@ -28,23 +36,13 @@ from rollstream.schemas.finetuning import FinetuneConfig, adapter_path, builder_
 from rollstream.schemas.permissions import COMMAND, URL, quoted
 from rollstream.schemas.settings import JobSpec, Sampling
 from rollstream.schemas.topics import TOPICS
-from rollstream.schemas.variables import expand, is_secret_name, one_line
+from rollstream.schemas.variables import expand, one_line
 
 MAX_DEPTH = 50
 WITH_TEMPLATE = ("transformers", "vllm")
 """Kinds of engines that load the tokenizer of the model's folder."""
 TEACHER_S = 20.0
 """Maximum seconds for the answer of a teacher's server."""
-_VALUE = frozenset(
-    {"current", "data", "default", "key", "keys", "literal", "plain", "plaintext", "raw", "value", "values"}
-)
-"""Keys of a mapping under a secret's key that hold the secret, whatever it looks like."""
-_ABOUT = re.compile(
-    r"(^|[._-])(algorithm|alphabet|audience|description|email|endpoint|env|file|header|host|id|issuer|kind|model|name"
-    r"|path|prefix|profile|project|provider|realm|region|scheme|scopes?|source|type|ur[il]|user|username|variable|version)$",
-    re.IGNORECASE,
-)
-"""Keys there that say something about the secret."""
 
 
 def check_values(value: Any, path: str = "", secret: str = "", only_random: bool = False) -> None:
@@ -58,10 +56,12 @@ def check_values(value: Any, path: str = "", secret: str = "", only_random: bool
         for key, item in value.items():
             if not isinstance(key, str):
                 raise ConfigError(f"{_join(path, key)}: the key {key!r} is not a string; put it in quotes")
-            check_values(item, _join(path, key), *_secret_above(key, secret))
+            check_values(item, _join(path, key), *secret_above(key, secret))
     elif isinstance(value, list):
         for index, item in enumerate(value):
             check_values(item, _join(path, index), secret, only_random)
+        for index, (option, following) in enumerate(itertools.pairwise(value), 1):
+            _check_option(option, following, _join(path, index))
     else:
         is_under = _may_be_secret(value, secret) and (not only_random or looks_random(str(value)))
         if is_under and is_secret(str(value), secret):
@@ -69,11 +69,12 @@ def check_values(value: Any, path: str = "", secret: str = "", only_random: bool
         _check_scalar(value, path)
 
 
-def _secret_above(key: str, secret: str) -> tuple[str, bool]:
-    """The key of the secret that the value of `key` belongs to, and whether only random-looking values count."""
-    if is_secret_name(key):
-        return key, False
-    return ("", False) if _ABOUT.search(key) else (secret, key.lower() not in _VALUE)
+def _check_option(option: Any, value: Any, path: str) -> None:
+    """Raises ConfigError if two items of a list are an option and a literal secret; `path`: that of the second."""
+    if isinstance(option, str) and isinstance(value, str) and option.startswith("-"):
+        name = secret_in_word(option, value)
+        if name is not None:
+            raise _literal(path, name)
 
 
 def _check_scalar(value: Any, path: str) -> None:

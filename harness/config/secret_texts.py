@@ -60,10 +60,28 @@ _TAKES_NO_VALUE = re.compile(r"^-+(no|with|without|require)[-_]", re.IGNORECASE)
 _SPACE = re.compile(r"[ \t\r\n]")
 _PARAMETERS = frozenset({"sig", "signature", "x-amz-signature", "accountkey", "sharedaccesskey"})
 
+_VALUE = frozenset(
+    {"current", "data", "default", "key", "keys", "literal", "plain", "plaintext", "raw", "value", "values"}
+)
+"""Keys of a mapping under a secret's key that hold the secret, whatever it looks like."""
+_ABOUT = re.compile(
+    r"(^|[._-])(algorithm|alphabet|audience|description|email|endpoint|env|file|header|host|id|issuer|kind|model|name"
+    r"|path|prefix|profile|project|provider|realm|region|scheme|scopes?|source|type|ur[il]|user|username|variable|version)$",
+    re.IGNORECASE,
+)
+"""Keys there that say something about the secret."""
+
 
 def is_placeholder(text: str) -> bool:
     """Whether a key is a placeholder for a required but unused key."""
     return not text or text.lower() in _PLACEHOLDERS
+
+
+def secret_above(key: str, secret: str) -> tuple[str, bool]:
+    """The key of the secret that the value of `key` belongs to, and whether only random-looking values count."""
+    if is_secret_name(key):
+        return key, False
+    return ("", False) if _ABOUT.search(key) else (secret, key.lower() not in _VALUE)
 
 
 def is_secret(text: str, key: str = "") -> bool:
@@ -106,10 +124,10 @@ def secret_in_command(line: str) -> str | None:
         words = shlex.split(line)
     except ValueError:
         words = line.split()
-    return next(filter(None, map(_secret_in_word, words, [*words[1:], ""])), None)
+    return next(filter(None, map(secret_in_word, words, [*words[1:], ""])), None)
 
 
-def _secret_in_word(word: str, following: str) -> str | None:
+def secret_in_word(word: str, following: str) -> str | None:
     """The name of the secret in a word of a command line, or in the one after it, if that is its value."""
     if _SPACE.search(word) and not _HEADER.fullmatch(word) and not _SCHEME.match(word):
         return secret_in_command(word)

@@ -5,8 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
+from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import tokenizer_sha256
 from rollstream.eventlog.memory.log import MemoryLog
@@ -102,6 +104,18 @@ def test_an_unknown_run_or_version_is_refused_with_what_there_is(lab: Lab) -> No
         assert await lab.refusal("gone@0") == "run gone does not exist; known runs: run-1, other"
         assert await lab.refusal("run-1@3") == "run run-1 has no version 3; choose one of 0 to 2"
         assert await lab.refusal("other@0") == "run other has published no version yet; wait for its first one"
+
+    asyncio.run(scenario())
+
+
+def test_a_run_of_a_newer_version_is_not_called_unknown(lab: Lab) -> None:
+    async def scenario() -> None:
+        sent = codec.encode(lab.script.run_started("later"))
+        newer = orjson.dumps({**orjson.loads(sent.value), "field_of_tomorrow": 1})
+        await lab.log.send_raw("groups", key=b"later", value=newer, headers=sent.headers)
+        refused = await lab.refusal("later@0")
+        assert refused.startswith("run later has records that this version of rollstream cannot read, such as a newer")
+        assert "the first is groups/0@0 (run_started: field_of_tomorrow: " in refused
 
     asyncio.run(scenario())
 

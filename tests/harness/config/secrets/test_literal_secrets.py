@@ -202,6 +202,36 @@ def test_an_ordinary_command_is_accepted(line: str) -> None:
     check_values({"workflow": f"command:{line}"})
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--api-key", "hunter2abc"],
+        ["--port", "80", "--hf-token", "hunter2"],
+        ["-H", "Authorization: Bearer hunter2abc"],
+        ["--password", "hunter2", "--verbose"],
+    ],
+)
+def test_a_secret_that_follows_its_option_in_a_list_is_refused(arguments: list[str]) -> None:
+    position = next(index for index, one in enumerate(arguments) if "hunter2" in one)
+    with pytest.raises(ConfigError, match=rf"^engine\.arguments\.{position}: secrets are not allowed") as refused:
+        check_values({"engine": {"arguments": arguments}})
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--api-key", "${KEY}"],
+        ["--token-file", "/run/secrets/a"],
+        ["--max-num-batched-tokens", "2048", "--tokenizer-mode", "auto"],
+        ["--max-loras", 4],
+        ["--api-key", "--port"],
+    ],
+)
+def test_other_items_after_options_in_a_list_are_accepted(arguments: list[Any]) -> None:
+    check_values({"engine": {"arguments": arguments}})
+
+
 def test_there_are_as_many_ordinary_values_as_secrets() -> None:
     assert len(ORDINARY) >= len(SECRETS)
 
