@@ -135,7 +135,7 @@ async def _run(run_request: RunRequest, lease: WorkspaceLease, display: Display)
 
 async def _with_remarks(outcome: Outcome, run: RunContext, run_request: RunRequest, workspace: Path) -> Outcome:
     """The outcome with what the metrics tell of the run, once they have all that is in the log."""
-    from rollstream.metrics.projection.database import metrics_file
+    from rollstream.metrics.projection.connection import metrics_file
     from rollstream.metrics.projection.projector import project_to_end
 
     behind: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from typing import Any
 
 import duckdb
 
-from rollstream.metrics.projection.database import cause_of
+from rollstream.metrics.projection.connection import cause_of
 from rollstream.schemas.errors import QueryError
 
 PARQUET_FILE = "read_parquet($1, hive_partitioning = false)"

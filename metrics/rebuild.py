@@ -16,7 +16,8 @@ import duckdb
 from rollstream.eventlog.files import beside
 from rollstream.eventlog.log import EventLog, LogReader, TopicPartition, check_kept
 from rollstream.metrics.projection import tables
-from rollstream.metrics.projection.database import Database, FileInUseError, MetricsFileError, cause_of, connect
+from rollstream.metrics.projection.connection import FileInUseError, MetricsFileError, connect, damaged
+from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import Projector
 from rollstream.schemas.topics import TOPICS
 
@@ -93,10 +94,7 @@ def check_file(path: Path, cluster_id: str | None) -> None:
             tables.are_of_another_version(connection)  # reads what the file has of itself
             message = tables.other_cluster(connection, path, cluster_id) if cluster_id is not None else ""
     except duckdb.Error as error:
-        raise MetricsFileError(
-            f"the metrics file {path} is damaged: {cause_of(error)}; run `rollstream rebuild`, or remove it: it is "
-            "rebuilt from the log"
-        ) from error
+        raise damaged(path, error) from error
     if message:
         raise MetricsFileError(message)
 

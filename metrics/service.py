@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.private import make_private
-from rollstream.metrics.projection.database import Database, metrics_file
+from rollstream.metrics.projection.connection import metrics_file
+from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import Projector
 from rollstream.metrics.sql.service import SqlService, listening, make_token
 from rollstream.schemas.errors import RollstreamError

@@ -27,7 +27,7 @@ RollstreamError
 
 Narrower errors are defined beside the code that distinguishes them: RewardError, NoScoreError and TurnsExhausted are
 EnvironmentRunErrors, JobStateError is a ConfigError, RequiredValidationError is a RunFailedError; MetricsFileError with
-FileInUseError (metrics/projection/database.py) and Refusal (an answer of the OpenAI endpoint) are branches of their
+FileInUseError (metrics/projection/connection.py) and Refusal (an answer of the OpenAI endpoint) are branches of their
 own.
 """
 

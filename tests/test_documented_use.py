@@ -11,7 +11,8 @@ import pytest
 
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.cli.main import rollstream
-from rollstream.metrics.projection.database import Database, connect
+from rollstream.metrics.projection.connection import connect
+from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas.events import StepTrained
 from tests.metrics.conftest import SyntheticRun

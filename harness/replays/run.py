@@ -212,7 +212,7 @@ async def project(source: Source, layout: Workspace) -> None:
 
     Raises LogError, MetricsFileError.
     """
-    from rollstream.metrics.projection.database import FileInUseError, metrics_file
+    from rollstream.metrics.projection.connection import FileInUseError, metrics_file
     from rollstream.metrics.projection.projector import project_to_end
 
     async with source.open() as (log, _):

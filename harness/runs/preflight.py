@@ -100,7 +100,7 @@ def check_metrics(config: RunConfig, workspace: Path, cluster_id: str | None = N
     """Raises MetricsFileError if the run would lose its metrics: the file remains locked, is damaged, or is of another
     cluster than `cluster_id`. Waits up to QUERY_S for a query to end.
     """
-    from rollstream.metrics.projection.database import FileInUseError, metrics_file
+    from rollstream.metrics.projection.connection import FileInUseError, metrics_file
     from rollstream.metrics.rebuild import check_file
 
     path = metrics_file(workspace)

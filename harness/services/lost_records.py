@@ -18,7 +18,7 @@ async def check_ends(log: EventLog, workspace: Path, warn: Callable[[str], None]
     Raises TruncatedError naming topic, partition and range of the first partition that was longer then. Does nothing
     without metrics, or if the workspace has used several clusters; warns if the metrics cannot be queried.
     """
-    from rollstream.metrics.projection.database import metrics_file
+    from rollstream.metrics.projection.connection import metrics_file
 
     if only_cluster(workspace) != await log.cluster_id() or not metrics_file(workspace).exists():
         return

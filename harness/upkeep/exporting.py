@@ -11,7 +11,7 @@ from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.kafka.topic_ids import clusters_of
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.services.lost_records import check_ends
-from rollstream.metrics.projection.database import MetricsFileError, metrics_file
+from rollstream.metrics.projection.connection import MetricsFileError, metrics_file
 from rollstream.metrics.rebuild import check_replaceable
 from rollstream.metrics.rebuild import rebuild as make_again
 from rollstream.replay.archive.export import export_run

@@ -3,6 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollstream.metrics.projection import columns, database, projector
+    from rollstream.metrics.projection import columns, connection, database, projector
 
-__all__ = ["columns", "database", "projector"]
+__all__ = ["columns", "connection", "database", "projector"]

@@ -1,57 +1,38 @@
-"""The DuckDB file: opened with every way out of it closed, its tables, and writing rows and offsets as one.
+"""The DuckDB file held for writing: its tables, and rows and offsets that are written as one.
 
 Knows no event. One process may hold the file for writing; queries run on cursors of the same database.
 """
 
-import errno
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import duckdb
 
 from rollstream.eventlog.disk_space import disk_of
 from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.files import named_beside
 from rollstream.eventlog.log import TopicPartition
 from rollstream.metrics.projection import tables
 from rollstream.metrics.projection.attempts import MEMBERS, PLANNED_AT, READ, TRAINED_BATCHES, Inserted, attempts_of
-from rollstream.metrics.projection.columns import quoted, read_sql
+from rollstream.metrics.projection.columns import read_sql
+from rollstream.metrics.projection.connection import (
+    OPEN_CONFIG,
+    MetricsFileError,
+    cause_of,
+    connect,
+    damaged,
+    is_disk_full,
+    raise_full,
+)
 from rollstream.metrics.projection.inserts import inserts_into
 from rollstream.metrics.projection.scratch import remove_left_scratch
-from rollstream.schemas.errors import RollstreamError
 
 logger = logging.getLogger(__name__)
 
-MAX_SPILLED = "4GB"
-OPEN_CONFIG: dict[str, Any] = {
-    "autoinstall_known_extensions": "false",
-    "autoload_known_extensions": "false",
-    "python_enable_replacements": "false",
-    "threads": "1",
-    "async_threads": "0",
-    "memory_limit": "2GB",
-    "max_temp_directory_size": "0KB",
-    "checkpoint_threshold": "1TB",
-    "default_block_size": "65536",
-}
-"""Configuration of the file for a process that forks queries: no DuckDB threads, no temporary file that two processes
-would write, no checkpoint other than ours (`Database.fork`). Only our own SQL runs on it: call `close_doors` before any
-other.
-
-Blocks are small: every column of every table takes at least one, which is most of a short run's file.
-"""
-SAFE_CONFIG: dict[str, Any] = OPEN_CONFIG | {
-    "enable_external_access": "false",
-    "lock_configuration": "true",
-    "max_temp_directory_size": MAX_SPILLED,
-}
-"""No file, no network, no Python variable is reached from SQL, and no query can change that."""
 CHECKPOINT_BYTES = 16 * 1024 * 1024
 """A write-ahead log of this size is folded into the file, as soon as no query reads what that would overwrite."""
 CHECKPOINT_SPACE_FACTOR = 4
@@ -64,70 +45,13 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 """Rows by table name in schema `log`."""
 
 
-class MetricsFileError(RollstreamError):
-    """The metrics file cannot be opened, or belongs to another cluster."""
-
-
-class FileInUseError(MetricsFileError):
-    """Another process has the metrics file open."""
-
-
-def metrics_file(workspace: Path) -> Path:
-    """Path of a workspace's metrics file."""
-    return workspace / "metrics.duckdb"
-
-
-def connect(path: Path, *, read_only: bool, config: Mapping[str, Any] = SAFE_CONFIG) -> duckdb.DuckDBPyConnection:
-    """Open the file. Raises MetricsFileError (FileInUseError) that names the file and the remedy."""
-    try:
-        return duckdb.connect(str(path), read_only=read_only, config=dict(config))
-    except duckdb.IOException as error:
-        if "lock" in str(error).lower():
-            raise FileInUseError(
-                f"the metrics file {path} is in use by another process{_holder(str(error))}; stop that process, or "
-                f"query its SQL service"
-            ) from error
-        if _is_disk_full(error):
-            _raise_full(path, error)
-        raise MetricsFileError(
-            f"the metrics file {path} cannot be opened: {cause_of(error)}; correct its permissions, run `rollstream "
-            f"rebuild`, or remove it: it is rebuilt from the log"
-        ) from error
-    except duckdb.Error as error:
-        raise MetricsFileError(
-            f"the metrics file {path} cannot be read: {cause_of(error)}; run `rollstream rebuild`, or remove it: it is "
-            f"rebuilt from the log"
-        ) from error
-
-
-def close_doors(connection: duckdb.DuckDBPyConnection, scratch: Path | None, memory_bytes: int) -> None:
-    """Restrict the connection to SAFE_CONFIG from now on: no file, no network, no setting. `now()` is UTC.
-
-    `memory_bytes`: memory that a query may use beyond the present use before it spills to `scratch`, or is refused more
-    if `scratch` is None. For a process that runs one query and ends; nobody else may use the database.
-    """
-    found = connection.execute("SELECT coalesce(sum(memory_usage_bytes), 0)::BIGINT FROM duckdb_memory()").fetchone()
-    used = found[0] if found else 0
-    connection.execute(f"SET memory_limit = '{used + memory_bytes}B'")
-    connection.execute(f"SET temp_directory = {quoted(str(scratch or ''))}")
-    if scratch is not None:
-        connection.execute(f"SET max_temp_directory_size = '{MAX_SPILLED}'")
-    connection.execute("SET TimeZone = 'UTC'")  # else DuckDB takes the machine's
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
-
-
-def cause_of(error: BaseException) -> str:
-    """The message of an error in one line, without DuckDB's pointers into the text."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return " ".join(line for line in lines if line and not line.startswith(("^", "LINE ")))
-
-
 class Database:
     """The metrics file, held for writing."""
 
     def __init__(self, path: Path, *, max_wal_bytes: int = MAX_WAL_BYTES) -> None:
         """Open the file and make its tables. Those of another version stay until `renew`, with their rows.
+
+        Raises MetricsFileError, also for a file whose tables are not those of a metrics file.
 
         A write-ahead log that a killed process left is open afterwards: DuckDB opens it by name at its next use, which
         would be in a fork.
@@ -142,10 +66,16 @@ class Database:
         self._num_forks = 0
         self._has_ended = False
         self._max_wal_bytes = max_wal_bytes
-        with self._transaction():
-            tables.make(self._connection)
-        self.is_old = tables.are_of_another_version(self._connection)
-        """Whether its tables are of another version: it can be read, and is written only after `renew`."""
+        try:
+            with self._transaction():
+                tables.make(self._connection)
+            self.is_old = tables.are_of_another_version(self._connection)
+            """Whether its tables are of another version: it can be read, and is written only after `renew`."""
+        except duckdb.Error as error:
+            self._connection.close()
+            if is_disk_full(error):
+                raise_full(path, error)
+            raise damaged(path, error) from error
         self._inserts = inserts_into(read_sql()[0])
         if is_left:
             self._open_wal()
@@ -258,10 +188,10 @@ class Database:
                 yield
                 self._checkpoint_if_due()
         except (duckdb.Error, MetricsFileError) as error:
-            if not _is_disk_full(error):
+            if not is_disk_full(error):
                 raise
             self._has_ended |= isinstance(error, duckdb.FatalException)
-            _raise_full(self.path, error)
+            raise_full(self.path, error)
 
     def _write(self, rows: Rows, offsets: Mapping[TopicPartition, int]) -> None:
         with self._transaction():
@@ -352,7 +282,7 @@ class Database:
         try:
             self._connection.execute("UPDATE log.meta SET value = value WHERE name = 'tables_sha256'")
         except duckdb.Error as error:
-            if not _is_disk_full(error):
+            if not is_disk_full(error):
                 raise
             logger.warning("the write-ahead log of %s cannot be written yet: %s", self.path, cause_of(error))
 
@@ -375,23 +305,3 @@ def _added(
 ) -> Sequence[Mapping[str, Any]]:
     """The rows that were really added: those that were given, unless the table had some already."""
     return given if len(returned) == len(given) else [dict(zip(columns, row, strict=True)) for row in returned]
-
-
-def _raise_full(path: Path, error: Exception) -> NoReturn:
-    """Raises MetricsFileError, caused by an OSError; it names the file that one beside it will replace."""
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.with_name(named_beside(path.name))))
-    full.__cause__ = error
-    raise MetricsFileError(
-        f"the metrics file {full.filename} cannot be written, because its disk is full; free space there"
-    ) from full
-
-
-def _is_disk_full(error: Exception) -> bool:
-    return os.strerror(errno.ENOSPC) in str(error)
-
-
-def _holder(message: str) -> str:
-    """` (PID 12)` if DuckDB names who holds the lock."""
-    _, found, rest = message.partition("PID ")
-    number = rest.split(")")[0].split(" ")[0].strip(".") if found else ""
-    return f" (PID {number})" if number.isdigit() else ""

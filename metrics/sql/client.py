@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollstream.metrics.projection.columns import quoted
-from rollstream.metrics.projection.database import OPEN_CONFIG, FileInUseError, MetricsFileError, connect, metrics_file
+from rollstream.metrics.projection.connection import (
+    OPEN_CONFIG,
+    FileInUseError,
+    MetricsFileError,
+    connect,
+    metrics_file,
+)
 from rollstream.metrics.projection.tables import are_of_another_version
 from rollstream.metrics.sql.query import Limits, start
 from rollstream.metrics.sql.result import Result, result_of

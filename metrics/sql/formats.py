@@ -11,7 +11,7 @@ from typing import Any
 
 import duckdb
 
-from rollstream.metrics.projection.database import cause_of
+from rollstream.metrics.projection.connection import cause_of
 from rollstream.metrics.sql.printable import json_escaped, printable
 from rollstream.metrics.sql.result import Result
 from rollstream.metrics.sql.table import table

@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 
 import duckdb
 
-from rollstream.metrics.projection.database import close_doors
+from rollstream.metrics.projection.connection import close_doors
 from rollstream.metrics.projection.scratch import new_scratch
 from rollstream.metrics.sql.landlock import write_only_below
 from rollstream.metrics.sql.result import to_json_bytes

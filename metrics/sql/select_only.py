@@ -1,12 +1,12 @@
 """Runs one SELECT on a connection: nothing else, and in a read-only transaction.
 
-The connection itself is closed to files, network and settings (`database.close_doors`); time and memory are limited by
-the process that this runs in (`query`).
+The connection itself is closed to files, network and settings (`connection.close_doors`); time and memory are limited
+by the process that this runs in (`query`).
 """
 
 import duckdb
 
-from rollstream.metrics.projection.database import cause_of
+from rollstream.metrics.projection.connection import cause_of
 from rollstream.metrics.sql.result import Result, plain
 from rollstream.schemas.errors import QueryError
 

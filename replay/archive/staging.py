@@ -14,7 +14,7 @@ from rollstream.eventlog.files import sync_file
 from rollstream.eventlog.log import Record
 from rollstream.metrics.parquet import PARQUET_FILE, pattern_of
 from rollstream.metrics.projection.columns import quoted
-from rollstream.metrics.projection.database import cause_of
+from rollstream.metrics.projection.connection import cause_of
 from rollstream.replay.archive.manifest import hash_file
 from rollstream.schemas.errors import LogError
 

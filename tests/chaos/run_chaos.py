@@ -19,7 +19,8 @@ from pathlib import Path
 
 from rollstream.eventlog.failpoints import FAILPOINTS
 from rollstream.eventlog.log import TopicPartition
-from rollstream.metrics.projection.database import Database, metrics_file
+from rollstream.metrics.projection.connection import metrics_file
+from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import Projector
 from rollstream.schemas.topics import TOPICS
 from tests.chaos import chaos_workload

@@ -10,7 +10,8 @@ import duckdb
 import psutil
 import pytest
 
-from rollstream.metrics.projection.database import Database, metrics_file
+from rollstream.metrics.projection.connection import metrics_file
+from rollstream.metrics.projection.database import Database
 
 pytestmark = [pytest.mark.slow]
 

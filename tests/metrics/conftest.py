@@ -13,7 +13,8 @@ import pytest
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import EventLog
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.metrics.projection.database import Database, connect
+from rollstream.metrics.projection.connection import connect
+from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas import events, ids, tokens
 from rollstream.schemas.base import Event, Locator

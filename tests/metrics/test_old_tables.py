@@ -10,7 +10,7 @@ import pytest
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.metrics.projection.database import MetricsFileError
+from rollstream.metrics.projection.connection import MetricsFileError
 from rollstream.metrics.sql.client import query
 from rollstream.replay.archive.export import export_run
 from rollstream.replay.archive.log import ExportLog, rebuild_exported

@@ -16,7 +16,7 @@ from rollstream.eventlog.disk_space import is_full
 from rollstream.eventlog.log import Record, TopicPartition, partition_of
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.eventlog.reading import read_to_end
-from rollstream.metrics.projection.database import MetricsFileError
+from rollstream.metrics.projection.connection import MetricsFileError
 from rollstream.metrics.rebuild import rebuild
 from rollstream.replay.archive.export import export_run
 from rollstream.replay.archive.log import ExportLog, rebuild_exported

@@ -15,7 +15,8 @@ from rollstream.eventlog.kafka.topic_ids import check_topics
 from rollstream.harness.cli.export import rebuild
 from rollstream.harness.config import file as config_file
 from rollstream.harness.runs.preflight import check_metrics
-from rollstream.metrics.projection.database import Database, MetricsFileError, metrics_file
+from rollstream.metrics.projection.connection import MetricsFileError, metrics_file
+from rollstream.metrics.projection.database import Database
 from rollstream.replay.archive.manifest import Covered, read_manifest, write_manifest
 from rollstream.schemas.errors import TruncatedError
 

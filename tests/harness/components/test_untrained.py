@@ -18,7 +18,7 @@ from rollstream.harness.runs.outcome import Outcome
 from rollstream.harness.runs.plan import look_up
 from rollstream.harness.upkeep.run_control import find_job
 from rollstream.harness.upkeep.run_tables import jobs_table
-from rollstream.metrics.projection.database import connect
+from rollstream.metrics.projection.connection import connect
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas.events import BatchPlanned, JobSucceeded, RunEnded, RunStarted
 from rollstream.schemas.finetuning import (

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from rollstream.harness.cli.main import error_line, rollstream
 from rollstream.harness.runs.preflight import check_result
 from rollstream.harness.services.outputs import write_output
-from rollstream.metrics.projection.database import Database, metrics_file
+from rollstream.metrics.projection.connection import metrics_file
+from rollstream.metrics.projection.database import Database
 from rollstream.schemas.errors import ConfigError
 
 WRITE = """

@@ -15,7 +15,8 @@ from rollstream.harness.runs import preflight
 from rollstream.harness.runs.display import Display
 from rollstream.harness.runs.progress import Progress
 from rollstream.harness.runs.run_context import RunRequest, check_run, environment_of_services, has_free_space, held
-from rollstream.metrics.projection.database import Database, MetricsFileError, metrics_file
+from rollstream.metrics.projection.connection import MetricsFileError, metrics_file
+from rollstream.metrics.projection.database import Database
 from rollstream.schemas.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from rollstream.eventlog.kafka.topic_ids import check_topics
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.services.lost_records import check_ends, removed
-from rollstream.metrics.projection.database import metrics_file
+from rollstream.metrics.projection.connection import metrics_file
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.replay.whole import check_runs
 from rollstream.schemas.errors import TruncatedError

@@ -12,7 +12,8 @@ import pytest
 from rollstream.eventlog.disk_space import is_full
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.metrics.projection.database import Database, MetricsFileError
+from rollstream.metrics.projection.connection import MetricsFileError
+from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import Projector
 from rollstream.schemas.events import RunEnded
 

@@ -17,7 +17,8 @@ from rollstream.eventlog.codec import encode
 from rollstream.eventlog.log import Record
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.metrics.projection.columns import read_sql
-from rollstream.metrics.projection.database import Database, connect
+from rollstream.metrics.projection.connection import connect
+from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.inserts import ROWS_AT_ONCE, inserts_into
 from rollstream.metrics.projection.projector import project, project_to_end
 from rollstream.schemas.base import Event

@@ -10,7 +10,7 @@ from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.runs.follower import read_runs
 from rollstream.harness.upkeep.run_tables import state_of_job
 from rollstream.learner.shared_model_group.group_view import view
-from rollstream.metrics.projection.database import connect
+from rollstream.metrics.projection.connection import connect
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas import events, ids
 from rollstream.schemas.base import Event

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.metrics.projection.database import connect
+from rollstream.metrics.projection.connection import connect
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event

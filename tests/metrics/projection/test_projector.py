@@ -10,7 +10,8 @@ import pytest
 from rollstream.eventlog.dead_letters import send_dead_letter
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.metrics.projection.database import Database, MetricsFileError, connect
+from rollstream.metrics.projection.connection import MetricsFileError, connect
+from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.projector import Projector, project_to_end
 from rollstream.schemas import events, tokens
 from rollstream.schemas.base import Event
@@ -328,6 +329,20 @@ def test_the_file_of_another_cluster_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MetricsFileError, match="was made from cluster one, not from two"):
         database.claim_cluster("two")
     database.close()
+
+
+@pytest.mark.parametrize(
+    "sql",
+    ["CREATE SCHEMA log", "CREATE SCHEMA log; CREATE TABLE log.meta (other INT)", "CREATE TABLE runs (other INT)"],
+)
+def test_a_database_of_another_program_is_refused_and_closed(tmp_path: Path, sql: str) -> None:
+    path = tmp_path / "metrics.duckdb"
+    with duckdb.connect(str(path)) as connection:
+        connection.execute(sql)
+    with pytest.raises(MetricsFileError, match=rf"the metrics file {path} is damaged: .* run `rollstream rebuild`, or"):
+        Database(path)
+    with duckdb.connect(str(path), config={"memory_limit": "1GB"}):
+        pass  # a file that is still open has its first configuration
 
 
 def test_views_of_another_version_are_made_again_and_rows_stay(tmp_path: Path, synthetic: Any) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.metrics.projection.database import connect
+from rollstream.metrics.projection.connection import connect
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas import events
 from rollstream.schemas.base import Event

@@ -13,7 +13,7 @@ from rollstream.eventlog.dead_letters import LINES, send_dead_letter
 from rollstream.eventlog.log import Record
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.learner.algorithms import off_policy
-from rollstream.metrics.projection.database import connect
+from rollstream.metrics.projection.connection import connect
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.schemas import events
 from rollstream.schemas.base import Event

@@ -6,7 +6,7 @@ from typing import Any
 
 import duckdb
 
-from rollstream.metrics.projection.database import connect
+from rollstream.metrics.projection.connection import connect
 from tests.metrics.conftest import empty_file
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.metrics.projection.database import connect, metrics_file
+from rollstream.metrics.projection.connection import connect, metrics_file
 from rollstream.metrics.projection.projector import project_to_end
 from rollstream.metrics.sql.result import plain
 from rollstream.metrics.trackers.points import Ask, Point, TrackedJob

@@ -15,7 +15,7 @@ import torch
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.jobs import jobs_of
 from rollstream.learner.library_versions import library_versions
-from rollstream.metrics.projection.database import connect
+from rollstream.metrics.projection.connection import connect
 from rollstream.metrics.rebuild import ExportedRun, rebuild
 from rollstream.replay.archive.log import open_export
 from rollstream.replay.completeness import compare_named

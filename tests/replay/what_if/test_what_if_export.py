@@ -320,7 +320,7 @@ def test_metrics_of_a_what_ifs_export_do_not_claim_the_parents_rows(recorded, el
 
 
 def rows(path, sql) -> Result:
-    from rollstream.metrics.projection.database import connect
+    from rollstream.metrics.projection.connection import connect
     from rollstream.metrics.sql.select_only import run_select
 
     connection = connect(path, read_only=True)
