@@ -5,7 +5,6 @@ planning does not support and what several processes do not train, and warns, on
 accepted but have no effect.
 """
 
-import itertools
 import json
 import logging
 import math
@@ -22,8 +21,8 @@ from rollstream.harness.config.secret_texts import (
     looks_random,
     secret_above,
     secret_in,
+    secret_in_arguments,
     secret_in_command,
-    secret_in_word,
 )
 from rollstream.metrics.trackers.table import check_tracker
 from rollstream.schemas import ids
@@ -60,21 +59,13 @@ def check_values(value: Any, path: str = "", secret: str = "", only_random: bool
     elif isinstance(value, list):
         for index, item in enumerate(value):
             check_values(item, _join(path, index), secret, only_random)
-        for index, (option, following) in enumerate(itertools.pairwise(value), 1):
-            _check_option(option, following, _join(path, index))
+        if (found := secret_in_arguments(value)) is not None:
+            raise _literal(_join(path, found[0]), found[1])
     else:
         is_under = _may_be_secret(value, secret) and (not only_random or looks_random(str(value)))
         if is_under and is_secret(str(value), secret):
             raise _literal(path, secret)
         _check_scalar(value, path)
-
-
-def _check_option(option: Any, value: Any, path: str) -> None:
-    """Raises ConfigError if two items of a list are an option and a literal secret; `path`: that of the second."""
-    if isinstance(option, str) and isinstance(value, str) and option.startswith("-"):
-        name = secret_in_word(option, value)
-        if name is not None:
-            raise _literal(path, name)
 
 
 def _check_scalar(value: Any, path: str) -> None:

@@ -8,7 +8,8 @@ import base64
 import binascii
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from rollstream.schemas.variables import is_secret_name, references, substitute
 
@@ -57,9 +58,9 @@ _ELSEWHERE = re.compile(r"^[~.]?[./]|^[a-z_.-]+/[\w./-]+$|\.(env|json|key|pem|to
 _OF_SHELL = re.compile(r"\$\([^()]*\)|`[^`]*`|\$\w+")
 """Variables and commands that a shell replaces by their values."""
 _TAKES_NO_VALUE = re.compile(r"^-+(no|with|without|require)[-_]", re.IGNORECASE)
+_OPTION = re.compile(r"--?[a-z][\w.-]*", re.IGNORECASE)
 _SPACE = re.compile(r"[ \t\r\n]")
 _PARAMETERS = frozenset({"sig", "signature", "x-amz-signature", "accountkey", "sharedaccesskey"})
-
 _VALUE = frozenset(
     {"current", "data", "default", "key", "keys", "literal", "plain", "plaintext", "raw", "value", "values"}
 )
@@ -124,10 +125,22 @@ def secret_in_command(line: str) -> str | None:
         words = shlex.split(line)
     except ValueError:
         words = line.split()
-    return next(filter(None, map(secret_in_word, words, [*words[1:], ""])), None)
+    return next(filter(None, map(_secret_in_word, words, [*words[1:], ""])), None)
 
 
-def secret_in_word(word: str, following: str) -> str | None:
+def secret_in_arguments(items: Sequence[object]) -> tuple[int, str] | None:
+    """The index of the first secret that follows its option (`--api-key`, VALUE) in a list of arguments, and the
+    option's name.
+    """
+    for index, (option, value) in enumerate(pairwise(items), start=1):
+        if isinstance(option, str) and isinstance(value, str) and _OPTION.fullmatch(option):
+            name = _secret_in_word(option, value)
+            if name is not None:
+                return index, name
+    return None
+
+
+def _secret_in_word(word: str, following: str) -> str | None:
     """The name of the secret in a word of a command line, or in the one after it, if that is its value."""
     if _SPACE.search(word) and not _HEADER.fullmatch(word) and not _SCHEME.match(word):
         return secret_in_command(word)
