@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +20,16 @@ from rollstream.schemas import ids
 from rollstream.schemas.events import RolloutFailed, WeightsPublished
 from rollstream.schemas.kafka import KafkaSettings
 from rollstream.schemas.settings import ArtifactRef
+from tests.rigs.services import forked_commands
+from tests.rigs.services.forked_commands import ForkedCommand
 
-CLI = [sys.executable, "-m", "rollstream.harness.cli.main"]
 pytestmark = pytest.mark.kafka
+CONSTANTS = {
+    "rollstream.harness.services.live_line.PLAIN_INTERVAL_S": 0.5,
+    "rollstream.harness.services.sole_use.PATIENCE_S": 1.0,
+    "rollstream.harness.services.sole_use.MARGIN_S": 0.0,
+}
+"""What the commands would wait for otherwise: 10 s, 10 s and 5 s."""
 
 
 class Command:
@@ -36,18 +42,19 @@ class Command:
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM_")}
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [*CLI, *arguments, "--workspace", str(self.workspace)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=90, env=self.env)
+        given = [*arguments, "--workspace", str(self.workspace)]
+        return forked_commands.run(given, 90, cwd=Path.cwd(), env=self.env, constants=CONSTANTS)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [*CLI, "finetune", "--config_file", str(self.config), *arguments, "--workspace", str(self.workspace)]
-        with (self.folder / "out.txt").open("w") as out:
-            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=self.env)
+    def start(self, *arguments: str) -> ForkedCommand:
+        given = ["finetune", "--config_file", str(self.config), *arguments, "--workspace", str(self.workspace)]
+        output = self.folder / "out.txt"
+        output.unlink(missing_ok=True)
+        return forked_commands.start(given, output, cwd=Path.cwd(), env=self.env, constants=CONSTANTS)
 
     def output(self) -> str:
         return (self.folder / "out.txt").read_text()
 
-    def wait_for(self, text: str, process: subprocess.Popen[str]) -> str:
+    def wait_for(self, text: str, process: ForkedCommand) -> str:
         deadline = time.monotonic() + 60
         while text not in self.output():
             assert process.poll() is None, self.output()

@@ -1,6 +1,7 @@
 """A fork of a process that has rollstream's libraries loaded becomes one of its commands."""
 
 import atexit
+import importlib
 import json
 import os
 import runpy
@@ -39,6 +40,10 @@ def main() -> None:
         errors = os.open(given["errors"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(errors, 2)
         os.close(errors)
+    for constant, value in given["constants"].items():
+        module, _, name = constant.rpartition(".")
+        assert name in vars(importlib.import_module(module)), constant
+        setattr(sys.modules[module], name, value)
     sys.argv = [CLI, *given["arguments"]]
     setproctitle.setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
     _end_with(lambda: runpy.run_module(CLI, run_name="__main__", alter_sys=True))

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
 from rollstream.harness.cli.main import COMMANDS
@@ -23,6 +24,7 @@ from tests.rigs.services import forked_command
 
 LOADED = (*LOADED_ONCE, *(f"rollstream.harness.cli.{name}" for name in {*COMMANDS.values()}))
 READY_TIMEOUT_S = 120.0
+NO_CONSTANTS: Mapping[str, float] = MappingProxyType({})
 
 
 class ForkedCommand(ForkedProcess):
@@ -45,23 +47,44 @@ Command: TypeAlias = "subprocess.Popen[str] | ForkedCommand"
 
 
 def start(
-    arguments: Sequence[str], output: Path, *, cwd: Path, env: Mapping[str, str], errors: Path | None = None
+    arguments: Sequence[str],
+    output: Path,
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    errors: Path | None = None,
+    constants: Mapping[str, float] = NO_CONSTANTS,
 ) -> ForkedCommand:
-    """Start `rollstream ARGUMENTS` with exactly these variables; none that a library reads when it is imported."""
+    """Start `rollstream ARGUMENTS` with exactly these variables; none that a library reads when it is imported.
+
+    `constants`: other values for constants by their dotted names, such as intervals that a test would wait for. They
+    hold in the command, not in its services.
+    """
     output.touch()
-    given = {"arguments": [*arguments], "cwd": str(cwd), "env": {**env}, "errors": errors and str(errors)}
+    given = {
+        "arguments": [*arguments],
+        "cwd": str(cwd),
+        "env": {**env},
+        "errors": errors and str(errors),
+        "constants": {**constants},
+    }
     server = _server()
     process = server.fork([forked_command.__name__], json.dumps(given).encode(), output)
     return ForkedCommand(server, process.pid)
 
 
 def run(
-    arguments: Sequence[str], timeout: float, *, cwd: Path, env: Mapping[str, str]
+    arguments: Sequence[str],
+    timeout: float,
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    constants: Mapping[str, float] = NO_CONSTANTS,
 ) -> subprocess.CompletedProcess[str]:
     """The command to its end, and what it wrote. Raises TimeoutExpired."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        process = start(arguments, output, cwd=cwd, env=env, errors=errors)
+        process = start(arguments, output, cwd=cwd, env=env, errors=errors, constants=constants)
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired as error:
