@@ -3,11 +3,12 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 DEMO := .rollstream
 # In the order of the folders: else files of few tests, which are the longest ones, come last, and one worker waits for the other.
-PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
+# More workers than the two cores that a small machine has, as a third of the time of tests is spent in waits.
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-# Two workers, and the services that they start, with a thread of torch for each core would wait for each other.
+# Three workers, and the services that they start, with a thread of torch for each core would wait for each other.
 check test unit: export OMP_NUM_THREADS ?= 1
 # Every process that a run or a test starts would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -52,7 +53,7 @@ check: setup ## Lint, format, types, architecture, packaging and documents
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_naming.py tests/test_packaging.py tests/test_docs.py tests/test_documented_use.py tests/test_reference_pages.py
 
-test: setup ## Everything that a fresh machine can run, two files at a time (PARALLEL= for one)
+test: setup ## Everything that a fresh machine can run, three files at a time (PARALLEL= for one)
 	$(BIN)/python -m pytest -q $(PARALLEL) --durations=10 -m "not chaos and not vllm and not gpu" tests
 
 unit: setup ## The tests that need no broker and are not slow (a minute)
