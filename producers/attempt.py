@@ -321,7 +321,8 @@ class _AttemptRunner:
         if without := rewards.unscored(self._journal.steps, self._journal.rewards, settings, session.opponents):
             is_recorded = settings.environment == RECORDED  # `finetuning.reward_function` runs nothing for it
             where = "trajectory_builders.X.rewards" if is_recorded else "finetuning.reward_function.name"
-            raise rewards.NoScoreError(
+            is_final = is_recorded and not settings.rewards  # a reward function may score the agents the next time
+            raise (rewards.FinalNoScoreError if is_final else rewards.NoScoreError)(
                 f"agents without a reward: {', '.join(without)} (one of weight 0 does not count); give one in "
                 f"environment {settings.environment} by `await session.reward(...)`, which does nothing without "
                 f"`await`, or name a reward function or evaluator that scores them ({where})"

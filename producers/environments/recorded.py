@@ -7,17 +7,13 @@ from rollstream.eventlog.blocking_calls import in_own_thread, retrying
 from rollstream.producers.rollout.environment import Environment
 from rollstream.producers.rollout.registry import register_environment
 from rollstream.producers.rollout.reply import MAX_TURNS, FinalError, TurnsExhausted
-from rollstream.producers.rollout.rewards import NoScoreError
+from rollstream.producers.rollout.rewards import FinalNoScoreError
 from rollstream.producers.rollout.session import Session
 from rollstream.schemas.errors import EnvironmentRunError, first_invalid
 from rollstream.schemas.events.recorded import INPUT, RECORDED, RecordedMember, RecordedRollout
 
 MAX_BYTES = 256 << 20
 """Maximum size of one recorded rollout that is an artifact."""
-
-
-class _KnownWithoutScore(FinalError, NoScoreError):
-    """The evaluator of a recorded rollout gave no score."""
 
 
 @register_environment(RECORDED)
@@ -59,7 +55,7 @@ class RecordedEnvironment(Environment):
             step_index = None if reward.step is None else indices[reward.step]
             await session.reward(reward.value, reward.name, step_index, reward.agent, is_score=reward.is_score)
         if rollout.missing_score is not None:
-            raise _KnownWithoutScore(f"recorded rollout {rollout.source_id or session.member}: {rollout.missing_score}")
+            raise FinalNoScoreError(f"recorded rollout {rollout.source_id or session.member}: {rollout.missing_score}")
         if rollout.stop_reason == MAX_TURNS:
             raise TurnsExhausted("the agent had no turn left when the rollout was recorded")
 

@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from rollstream.eventlog.blocking_calls import start_thread
+from rollstream.producers.rollout.reply import FinalError
 from rollstream.schemas.errors import EnvironmentRunError, describe, is_of_users, message_of, raised_at
 from rollstream.schemas.events import RewardRecorded, StepRecorded
 from rollstream.schemas.settings import RolloutSettings
@@ -27,6 +28,10 @@ class RewardError(EnvironmentRunError):
 
 class NoScoreError(RewardError):
     """There is no score: a reward function gave none, or whom it asked did not answer with one."""
+
+
+class FinalNoScoreError(FinalError, NoScoreError):
+    """A recorded rollout has no score, and a further attempt would play the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,6 +257,14 @@ def test_a_broken_record_is_a_failed_attempt_with_its_cause(play, rollout, messa
     assert played.last.is_final == (rollout.error is not None), "what is known to have failed is not tried again"
 
 
+def test_a_record_without_any_reward_is_not_tried_again(play):
+    task = task_of(RecordedRollout(steps=(exact([5], [6]),)))
+    failed = play(task).last
+    assert (failed.cause, failed.is_final) == ("reward_error", True)
+    assert "agents without a reward: agent" in failed.message
+    assert "trajectory_builders.X.rewards" in failed.message
+
+
 def test_a_record_without_a_score_is_a_missing_score_with_its_reason(play):
     task = task_of(RecordedRollout(source_id="r7", steps=(exact([5], [6]),), missing_score="evaluator judge: HTTP 401"))
     failed = play(task).last
