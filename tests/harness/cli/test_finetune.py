@@ -29,7 +29,7 @@ CONSTANTS = {
     "rollstream.harness.services.sole_use.PATIENCE_S": 1.0,
     "rollstream.harness.services.sole_use.MARGIN_S": 0.0,
 }
-"""What the commands would wait for otherwise: 10 s, 10 s and 5 s."""
+"""Shorter intervals of the commands, whose defaults are 10 s, 10 s and 5 s."""
 
 
 class Command:
