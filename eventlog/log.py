@@ -1,4 +1,4 @@
-"""The interface of the event log: records, positions, and three small protocols.
+"""The interfaces of the event log: records, positions, a log that is read, one that is written too, and their readers.
 
 Implemented by `kafka.log.KafkaLog` and `memory.log.MemoryLog` under one contract suite. Topics are named by
 their short names (keys of `rollstream.schemas.topics.TOPICS`).
@@ -212,8 +212,8 @@ class OpenedByBlock(ABC):
         await self.close()
 
 
-class EventLog(Protocol):
-    """An append-only log of events in partitioned topics."""
+class ReadableLog(Protocol):
+    """Events in partitioned topics, which may be an export's."""
 
     async def start(self) -> None:
         """Connect. Raises LogError naming the address if no broker answers."""
@@ -223,15 +223,39 @@ class EventLog(Protocol):
         """Flush and disconnect."""
         ...
 
+    async def num_partitions(self, topic: str) -> int:
+        """Partition count of a topic."""
+        ...
+
+    async def begin_offsets(self, topic: str) -> dict[int, int]:
+        """Oldest kept offset by partition."""
+        ...
+
+    async def end_offsets(self, topic: str) -> dict[int, int]:
+        """Offset after the newest record by partition."""
+        ...
+
+    async def reader(self, start: Mapping[TopicPartition, int]) -> LogReader:
+        """A reader of the given partitions from the given offsets (-1: the oldest kept)."""
+        ...
+
+    async def fetch(self, positions: Iterable[Position]) -> list[Record]:
+        """The records at the given positions, in the order given. Raises TruncatedError if one is gone."""
+        ...
+
+    async def cluster_id(self) -> str:
+        """Identity of the cluster."""
+        ...
+
+
+class EventLog(ReadableLog, Protocol):
+    """An append-only log of events in partitioned topics."""
+
     async def ensure_topics(self, *, num_partitions: int | None = None) -> None:
         """Create missing topics, check the others. Raises TopicError naming topic, found and wanted.
 
         `num_partitions`: of scaled topics; None: as many as there are, or `NUM_PARTITIONS`.
         """
-        ...
-
-    async def num_partitions(self, topic: str) -> int:
-        """Partition count of a topic."""
         ...
 
     async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
@@ -260,18 +284,6 @@ class EventLog(Protocol):
         """Append a raw record, acknowledged by all replicas."""
         ...
 
-    async def begin_offsets(self, topic: str) -> dict[int, int]:
-        """Oldest kept offset by partition."""
-        ...
-
-    async def end_offsets(self, topic: str) -> dict[int, int]:
-        """Offset after the newest record by partition."""
-        ...
-
-    async def reader(self, start: Mapping[TopicPartition, int]) -> LogReader:
-        """A reader of the given partitions from the given offsets (-1: the oldest kept)."""
-        ...
-
     async def group_reader(
         self,
         group: str,
@@ -281,14 +293,6 @@ class EventLog(Protocol):
         on_revoked: OnPartitions | None = None,
     ) -> GroupReader:
         """Join a consumer group. Without a commit a partition is read from its oldest kept offset."""
-        ...
-
-    async def fetch(self, positions: Iterable[Position]) -> list[Record]:
-        """The records at the given positions, in the order given. Raises TruncatedError if one is gone."""
-        ...
-
-    async def cluster_id(self) -> str:
-        """Identity of the cluster."""
         ...
 
 

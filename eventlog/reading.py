@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from rollstream.eventlog.codec import decode, kind_of
 from rollstream.eventlog.log import (
-    EventLog,
+    ReadableLog,
     Received,
     Record,
     TopicPartition,
@@ -66,7 +66,7 @@ def unreadable_event(record: Record) -> str:
 
 
 async def read_to_end(
-    log: EventLog,
+    log: ReadableLog,
     topic: str,
     starts: Mapping[int, int] | None = None,
     ends: Mapping[int, int] | None = None,
@@ -115,7 +115,7 @@ def _check_range(
 
 
 async def read_events(
-    log: EventLog,
+    log: ReadableLog,
     topics: Sequence[str],
     *,
     skipped: tuple[str, ...] = (),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from rollstream.eventlog.codec import kind_of
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.eventlog.reading import decode_or_none, read_to_end
 from rollstream.schemas import ids
 from rollstream.schemas.events import JobSubmitted
@@ -17,7 +17,7 @@ CHUNK = 2000
 _JOB_SUBMITTED = "job_submitted"
 
 
-async def ends_now(log: EventLog) -> dict[str, int]:
+async def ends_now(log: ReadableLog) -> dict[str, int]:
     """End offsets for `JobSubmitted.start_offsets`, to be read before a run writes its first event.
 
     That of `dlq` is read first, so that letters about records after the other offsets come after it.
@@ -34,7 +34,7 @@ def offset_name(topic: str, partition: int) -> str:
     return f"{topic}/{partition}" if topic in PARTITIONED else topic
 
 
-async def start_offsets_of(log: EventLog, run_id: str, topics: Iterable[str] = TOPICS) -> dict[str, int]:
+async def start_offsets_of(log: ReadableLog, run_id: str, topics: Iterable[str] = TOPICS) -> dict[str, int]:
     """Offsets, named as in `ends_now`, before which there are no records of a run.
 
     Empty if no job of the run has them. Searches `jobs` from its end, so that the newest runs are found first. Offsets
@@ -51,7 +51,7 @@ async def start_offsets_of(log: EventLog, run_id: str, topics: Iterable[str] = T
     return {}
 
 
-async def _newest(log: EventLog, run_id: str, start: int, end: int) -> dict[str, int] | None:
+async def _newest(log: ReadableLog, run_id: str, start: int, end: int) -> dict[str, int] | None:
     found: dict[str, int] | None = None
     async for record in read_to_end(log, "jobs", {0: start}, {0: end}):
         if not ids.is_key_of_run(record.key or b"", run_id):
@@ -65,7 +65,7 @@ async def _newest(log: EventLog, run_id: str, start: int, end: int) -> dict[str,
     return found
 
 
-async def _kept(log: EventLog, found: Mapping[str, int], topics: Iterable[str]) -> dict[str, int]:
+async def _kept(log: ReadableLog, found: Mapping[str, int], topics: Iterable[str]) -> dict[str, int]:
     kept: dict[str, int] = {}
     for topic in topics:
         begins, ends = await log.begin_offsets(topic), await log.end_offsets(topic)

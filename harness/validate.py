@@ -45,7 +45,7 @@ def summary_of(config: RunConfig, num_examples: int) -> dict[str, str]:
         "workflow": f"{config.nat_workflow or config.environment}, {num_examples} examples",
         "model groups": ", ".join(_model(config, name) for name in config.by_group()),
         "algorithm": _algorithm(config, algorithms),
-        "training": "; then ".join(_extent(config, plan, num_examples) for plan in plans),
+        "training": "; then ".join(_extent(plan, num_examples) for plan in plans),
         "engine": _engine(config),
     }
 
@@ -67,7 +67,7 @@ def _algorithm(config: RunConfig, algorithms: Mapping[str, str]) -> str:
     return found if config.adapter.warm_start is None else f"sft as a warm start, then {found}"
 
 
-def _extent(config: RunConfig, plan: PlanSettings, num_examples: int) -> str:
+def _extent(plan: PlanSettings, num_examples: int) -> str:
     num_tasks = num_examples if plan.planning == "submitted" else plan.tasks_per_epoch
     return f"{plan.num_epochs} epochs x {num_tasks} tasks x {plan.num_generations} generations"
 

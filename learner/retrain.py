@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.learner.checkpoints.checkpoint import Checkpoint, CheckpointFolder
 from rollstream.learner.inbox import check_follows
 from rollstream.learner.model.policy import published_sha256
@@ -135,7 +135,7 @@ class Retraining:
         """Let go of the model, also in the other processes."""
         drop(self.job.submitted, self._ranks)
 
-    async def steps(self, log: EventLog, *, until: int) -> AsyncIterator[tuple[StepTrained, StepTrained]]:
+    async def steps(self, log: ReadableLog, *, until: int) -> AsyncIterator[tuple[StepTrained, StepTrained]]:
         """Train every manifest up to the one that yields version `until`; recorded and replayed step of each.
 
         Raises DecodeError if a manifest or a trajectory is not what it was or does not follow the manifest before it,
@@ -176,7 +176,7 @@ class Retraining:
         }
         self._trainer.hold_state(version, ahead)
 
-    async def _applied(self, log: EventLog, planned: BatchPlanned, recorded: StepTrained) -> StepResult:
+    async def _applied(self, log: ReadableLog, planned: BatchPlanned, recorded: StepTrained) -> StepResult:
         if planned.adopts is None:
             trajectories = check_members(planned, await fetch_records(log, planned))
             asked = self._trainer.asked(planned, trajectories, self.job.base.weights_sha256)

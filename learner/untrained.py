@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 from rollstream.eventlog.codec import decode, kind_of
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.eventlog.reading import read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
@@ -159,7 +159,7 @@ class Untrained:
         return self.started is not None and self.started.rollout.environment not in MADE_ELSEWHERE
 
 
-async def end_of(log: EventLog, job: JobSubmitted, *, num_trained: int, time_ms: int, finish_s: float) -> Event:
+async def end_of(log: ReadableLog, job: JobSubmitted, *, num_trained: int, time_ms: int, finish_s: float) -> Event:
     """The event that ends a job after its last batch. Raises LogError."""
     common = {"run_id": job.run_id, "time_ms": time_ms, "job_id": job.job_id, "model_group": job.model_group}
     failure = None if num_trained else await failure_of(log, job.job_id)
@@ -169,13 +169,13 @@ async def end_of(log: EventLog, job: JobSubmitted, *, num_trained: int, time_ms:
     return JobSucceeded.model_validate({**common, **end})
 
 
-async def failure_of(log: EventLog, job_id: str) -> str | None:
+async def failure_of(log: ReadableLog, job_id: str) -> str | None:
     """Reason why a job that trained nothing has failed; None if it has not. Raises LogError."""
     found = await read_untrained(log, job_id)
     return None if found.is_curriculum_alone else found.reason
 
 
-async def read_untrained(log: EventLog, job_id: str) -> Untrained:
+async def read_untrained(log: ReadableLog, job_id: str) -> Untrained:
     """Counts for a job from the log. Raises LogError; TruncatedError if the job's first records were removed."""
     found = Untrained(job_id)
     seen = RecentSet(MAX_SEEN)
@@ -186,7 +186,7 @@ async def read_untrained(log: EventLog, job_id: str) -> Untrained:
     return found
 
 
-async def _events(log: EventLog, run_id: str) -> AsyncIterator[Event]:
+async def _events(log: ReadableLog, run_id: str) -> AsyncIterator[Event]:
     starts = await start_offsets_of(log, run_id)
     for topic, kinds in KINDS.items():
         begin = (await log.begin_offsets(topic))[0]

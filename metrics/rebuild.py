@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import duckdb
 
 from rollstream.eventlog.files import beside
-from rollstream.eventlog.log import EventLog, LogReader, TopicPartition, check_kept
+from rollstream.eventlog.log import LogReader, ReadableLog, TopicPartition, check_kept
 from rollstream.metrics.projection import tables
 from rollstream.metrics.projection.connection import FileInUseError, MetricsFileError, connect, damaged
 from rollstream.metrics.projection.database import Database
@@ -35,7 +35,7 @@ class ExportedRun(NamedTuple):
 
 
 async def rebuild(
-    log: EventLog,
+    log: ReadableLog,
     path: Path,
     *,
     exported: ExportedRun | None = None,
@@ -63,7 +63,7 @@ async def rebuild(
             database.close()
 
 
-async def _check_whole(log: EventLog) -> None:
+async def _check_whole(log: ReadableLog) -> None:
     """Raises TruncatedError naming the first partition that has lost its beginning."""
     for topic in TOPICS:
         ends = await log.end_offsets(topic)
@@ -74,7 +74,7 @@ async def _check_whole(log: EventLog) -> None:
 class _ReportingProjector(Projector):
     """Tells after every transaction how far it is."""
 
-    def __init__(self, log: EventLog, database: Database, report: Report) -> None:
+    def __init__(self, log: ReadableLog, database: Database, report: Report) -> None:
         super().__init__(log, database)
         self._report = report
         self._num_rows = 0

@@ -5,7 +5,7 @@ import logging
 import os
 from pathlib import Path
 
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.eventlog.private import make_private
 from rollstream.metrics.projection.connection import metrics_file
 from rollstream.metrics.projection.database import Database
@@ -34,7 +34,7 @@ async def serve(settings: MetricsSettings) -> None:
         await run(log, settings.workspace, port=settings.port)
 
 
-async def run(log: EventLog, workspace: Path, *, port: int = 0) -> None:
+async def run(log: ReadableLog, workspace: Path, *, port: int = 0) -> None:
     """Project and answer until cancelled; then project what is left, close the file and take the port file away."""
     token = _prepare(workspace)
     database = await asyncio.to_thread(Database, metrics_file(workspace))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import MAX_METADATA_BYTES, EventLog, LogReader, Record, TopicPartition
+from rollstream.eventlog.log import MAX_METADATA_BYTES, LogReader, ReadableLog, Record, TopicPartition
 from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import RunEnded
@@ -57,7 +57,7 @@ class CommitMetadata(NamedTuple):
 class EndedRuns:
     """Runs that are over, as far as `groups` has been read; `open` it, `follow` it."""
 
-    def __init__(self, log: EventLog, reader: LogReader, on_end: Callable[[str], None]) -> None:
+    def __init__(self, log: ReadableLog, reader: LogReader, on_end: Callable[[str], None]) -> None:
         self.ended: dict[str, int] = {}
         """The newest of them, in the order in which they ended, with the offset of their end."""
         self._log = log
@@ -66,7 +66,7 @@ class EndedRuns:
         self._read_from = reader.position(GROUPS)
 
     @classmethod
-    async def open(cls, log: EventLog, on_end: Callable[[str], None]) -> "EndedRuns":
+    async def open(cls, log: ReadableLog, on_end: Callable[[str], None]) -> "EndedRuns":
         """Follow `groups` from now on. `on_end` is called for each run that ends, also for those that `read_back`
         finds.
         """

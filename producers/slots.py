@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.eventlog.log import ReadableLog, TopicPartition
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import DecodeError
 from rollstream.schemas.events import BatchPlanned, StepTrained, TaskRequested
@@ -170,7 +170,7 @@ class Pace:
                 _mean(self._train_s, event.model_group, busy_s)
         self._wake()
 
-    async def follow(self, log: EventLog) -> None:
+    async def follow(self, log: ReadableLog) -> None:
         """Learn what comes from now on, until cancelled. What was planned before is known by the next manifest."""
         starts = {where: (await log.end_offsets(where.topic))[0] for where in (BATCHES, WEIGHTS)}
         reader = await log.reader(starts)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.attempts import Recorded, attempt_in, is_group_settled, is_settled
-from rollstream.eventlog.log import EventLog, Received, Record, TopicPartition, check_kept
+from rollstream.eventlog.log import ReadableLog, Received, Record, TopicPartition, check_kept
 from rollstream.eventlog.reading import read_to_end
 from rollstream.producers.ended_runs import CommitMetadata
 from rollstream.producers.steps_writer import StepsWriter
@@ -228,7 +228,7 @@ def _close_if_settled(state: PartitionState, group: GroupProgress) -> None:
 
 
 async def recover(
-    log: EventLog, metadata: Mapping[int, CommitMetadata | None]
+    log: ReadableLog, metadata: Mapping[int, CommitMetadata | None]
 ) -> dict[int, tuple[PartitionState, int]]:
     """State and end offset of each steps partition; `metadata`: of the committed offsets, by partition.
 
@@ -252,7 +252,7 @@ async def recover(
     return {partition: (state, ends[partition]) for partition, state in states.items()}
 
 
-async def _newest_event_ms(log: EventLog, partition: int, begin: int, end: int) -> int | None:
+async def _newest_event_ms(log: ReadableLog, partition: int, begin: int, end: int) -> int | None:
     """Event time of the last records before `end` of which one is an event; None if that is too far back."""
     for size in LOOKS_BACK:
         start = max(begin, end - size)
@@ -265,7 +265,7 @@ async def _newest_event_ms(log: EventLog, partition: int, begin: int, end: int) 
     return None
 
 
-async def read(log: EventLog, partition: int, start: int, end: int) -> PartitionState:
+async def read(log: ReadableLog, partition: int, start: int, end: int) -> PartitionState:
     """State of a steps partition by its records of `start` to `end`."""
     state = PartitionState()
     await _read(log, {TopicPartition("steps", partition): start}, {partition: state}, {partition: end})
@@ -279,7 +279,7 @@ def _start(partition: int, metadata: CommitMetadata | None, begin: int, end: int
 
 
 async def _read(
-    log: EventLog, start: Mapping[TopicPartition, int], states: Mapping[int, PartitionState], ends: Mapping[int, int]
+    log: ReadableLog, start: Mapping[TopicPartition, int], states: Mapping[int, PartitionState], ends: Mapping[int, int]
 ) -> None:
     reader = await log.reader(start)
     try:
@@ -298,7 +298,7 @@ async def _read(
 class ForeignWrites:
     """Groups of one owned partition that others wrote to."""
 
-    def __init__(self, log: EventLog, writer: StepsWriter, *, is_settled: Callable[[str], bool]) -> None:
+    def __init__(self, log: ReadableLog, writer: StepsWriter, *, is_settled: Callable[[str], bool]) -> None:
         """`is_settled`: whether the owner is done with a group, so that it asks for it no more."""
         self._log = log
         self._is_settled = is_settled

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.attempts import ENGINE_ERROR, NOT_ALLOWED
-from rollstream.eventlog.log import EventLog, Received, format_position
+from rollstream.eventlog.log import ReadableLog, Received, format_position
 from rollstream.eventlog.reading import read_to_end
 from rollstream.processors.assemble import fold as assembly
 from rollstream.processors.assemble.state import AssemblyState
@@ -72,7 +72,7 @@ def ranges(run_id: str, closed: Iterable[GroupClosed], dead: Iterable[tuple[str,
     ]
 
 
-async def fold(log: EventLog, part: Range) -> Folded:
+async def fold(log: ReadableLog, part: Range) -> Folded:
     """Fold one range. Raises TruncatedError, naming the range, if its beginning is no longer kept."""
     state, found = assembly.initial(part.first), Folded()
     begun: dict[str, set[str]] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import base_sha256, tokenizer_sha256
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.eventlog.reading import MOST_RECORDS, read_events, read_to_end, unknown_run, unreadable_event
 from rollstream.learner.progress import LogState, evolve
 from rollstream.schemas import ids
@@ -37,7 +37,7 @@ def parse_fork(text: str) -> ForkPoint:
     return ForkPoint(run_id=found[0], model_group=found[1], version=found[2])
 
 
-async def check_fork(log: EventLog, artifacts: ArtifactStore, config: RunConfig, point: ForkPoint) -> None:
+async def check_fork(log: ReadableLog, artifacts: ArtifactStore, config: RunConfig, point: ForkPoint) -> None:
     """Raises ConfigError if the log has no such version, or a run of this configuration cannot begin from it.
 
     Each trained model group begins from the version of its own name, unless its section names another one.
@@ -48,7 +48,7 @@ async def check_fork(log: EventLog, artifacts: ArtifactStore, config: RunConfig,
             await _check_version(log, artifacts, one, point, name, f"--fork {format_fork(point)}")
 
 
-async def check_versions(log: EventLog, artifacts: ArtifactStore, config: RunConfig) -> None:
+async def check_versions(log: ReadableLog, artifacts: ArtifactStore, config: RunConfig) -> None:
     """Raises ConfigError for a model group whose section names a version that it cannot begin with."""
     location = adapter_path(config.finetuning, "model_groups")
     for name, one in config.by_group().items():
@@ -59,7 +59,7 @@ async def check_versions(log: EventLog, artifacts: ArtifactStore, config: RunCon
 
 
 async def _check_version(
-    log: EventLog, artifacts: ArtifactStore, config: RunConfig, point: ForkPoint, name: str, location: str
+    log: ReadableLog, artifacts: ArtifactStore, config: RunConfig, point: ForkPoint, name: str, location: str
 ) -> None:
     published, collected = await _published(log, point, name, location)
     wrong = await asyncio.to_thread(misfit, published, config)
@@ -81,7 +81,7 @@ def format_fork(point: ForkPoint) -> str:
     return ids.version_name(point.run_id, point.version, point.model_group)
 
 
-async def _published(log: EventLog, point: ForkPoint, name: str, location: str) -> tuple[WeightsPublished, str]:
+async def _published(log: ReadableLog, point: ForkPoint, name: str, location: str) -> tuple[WeightsPublished, str]:
     """The version as the learner will find it, under a term that is not void, and who collected it when, if it was.
 
     Raises ConfigError naming what there is.
@@ -117,7 +117,7 @@ async def _published(log: EventLog, point: ForkPoint, name: str, location: str) 
     return versions[point.version], collected
 
 
-async def _unreadable(log: EventLog, run_id: str) -> str:
+async def _unreadable(log: ReadableLog, run_id: str) -> str:
     """The first record of a run in `groups` that is an event of another version, see `unreadable_event`; else empty."""
     async with aclosing(read_to_end(log, "groups")) as records:
         async for record in records:

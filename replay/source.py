@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollstream.eventlog import codec, dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Received, Record, format_position
+from rollstream.eventlog.log import ReadableLog, Received, Record, format_position
 from rollstream.eventlog.reading import read_to_end, unknown_run, unreadable_event
 from rollstream.eventlog.run_offsets import LETTERS, offset_name, start_offsets_of
 from rollstream.schemas import ids
@@ -55,7 +55,7 @@ class Source:
     export: Path | None = None
 
     @asynccontextmanager
-    async def open(self, *, is_checked: bool = False) -> AsyncIterator[tuple[EventLog, ArtifactStore | None]]:
+    async def open(self, *, is_checked: bool = False) -> AsyncIterator[tuple[ReadableLog, ArtifactStore | None]]:
         """The log, to be read only, and the artifacts that an export holds. Raises LogError.
 
         `is_checked`: the files of an export were compared with its manifest by the process that started this one.
@@ -186,7 +186,7 @@ class RunEvents:
             self.refused_at = event.refused_at
 
 
-async def read_run(log: EventLog, run_id: str, *, for_checks: bool = False) -> RunEvents:
+async def read_run(log: ReadableLog, run_id: str, *, for_checks: bool = False) -> RunEvents:
     """All that `groups`, `tasks`, `batches`, `jobs` and `weights` hold of a run. Raises ConfigError, LogError.
 
     Topics are read from where the run's newest job says that it begins, that of dead letters too; from their beginning
@@ -200,7 +200,7 @@ async def read_run(log: EventLog, run_id: str, *, for_checks: bool = False) -> R
     return events
 
 
-async def _read_from(log: EventLog, events: RunEvents, starts: Mapping[str, int]) -> RunEvents:
+async def _read_from(log: ReadableLog, events: RunEvents, starts: Mapping[str, int]) -> RunEvents:
     """The run's records up to two ends of every topic, taken one after the other.
 
     Whatever a record before the first end names was written before it, in whichever topic, and so lies before the
@@ -221,7 +221,7 @@ async def _read_from(log: EventLog, events: RunEvents, starts: Mapping[str, int]
     return events
 
 
-async def take_letters(log: EventLog, events: RunEvents, starts: Mapping[int, int] | None = None) -> None:
+async def take_letters(log: ReadableLog, events: RunEvents, starts: Mapping[int, int] | None = None) -> None:
     """Note the records of all runs that are dead letters, from `starts` on (default: from the beginning)."""
     async for record in read_to_end(log, LETTERS, starts):
         try:

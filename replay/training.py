@@ -7,7 +7,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.learner.library_versions import library_versions
 from rollstream.learner.model.ranks import Ranks
 from rollstream.learner.progress import Manifest
@@ -57,7 +57,7 @@ def recorded_jobs(events: RunEvents) -> list[RecordedJob]:
 
 
 async def train(
-    log: EventLog,
+    log: ReadableLog,
     events: RunEvents,
     artifacts: ArtifactStore,
     *,

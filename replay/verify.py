@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Position, Received, Record, format_position
+from rollstream.eventlog.log import Position, ReadableLog, Received, Record, format_position
 from rollstream.eventlog.reading import read_to_end
 from rollstream.processors.curate import fold as curate
 from rollstream.processors.curate.candidates import mean
@@ -36,7 +36,7 @@ OnProgress = Callable[[str], None]
 
 
 async def verify(
-    log: EventLog,
+    log: ReadableLog,
     events: RunEvents,
     artifacts: ArtifactStore,
     *,
@@ -86,7 +86,7 @@ async def verify(
 
 
 async def _compare_others(
-    log: EventLog,
+    log: ReadableLog,
     events: RunEvents,
     artifacts: ArtifactStore,
     groups: list[tuple[GroupClosed, Received]],
@@ -210,7 +210,7 @@ def _curated(events: RunEvents, datasets: curate.Datasets) -> tuple[dict[str, Ev
 
 
 async def compare_trajectories(
-    log: EventLog,
+    log: ReadableLog,
     groups: list[tuple[GroupClosed, Received]],
     batches: list[tuple[BatchPlanned, Received]],
     report: Report,

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Received
+from rollstream.eventlog.log import ReadableLog, Received
 from rollstream.eventlog.reading import decode_or_none, read_to_end
 from rollstream.learner import retention
 from rollstream.learner.checkpoints.checkpoint_files import checkpoints_in, inspect
@@ -68,7 +68,7 @@ def versions_used(events: RunEvents) -> dict[str, dict[int, str]]:
 
 
 async def compare(
-    log: EventLog,
+    log: ReadableLog,
     events: RunEvents,
     artifacts: ArtifactStore,
     checkpoints: Path | None,
@@ -99,7 +99,7 @@ async def compare(
             folder = checkpoints / quote(name, safe="")
             _checkpoints(events, name, group, folder, report)
             if has_checkpoints:
-                _kept_checkpoints(events, name, group, folder, report)
+                _kept_checkpoints(events, name, folder, report)
     since = _collected(await _weights_since(log, events)) if gone else set[tuple[str, int]]()
     for (name, version), published in gone.items():
         if (name, version) in since:
@@ -112,7 +112,7 @@ async def compare(
             report.count("artifacts gone")
 
 
-async def compare_scores(log: EventLog, events: RunEvents, report: Report) -> None:
+async def compare_scores(log: ReadableLog, events: RunEvents, report: Report) -> None:
     """Note steps whose scores are not what they were, or are missing. No model scores anything.
 
     A manifest's trajectories are read only if its members have other scores than its step names: not all of them need
@@ -160,7 +160,7 @@ def _may_be_asked(planned: BatchPlanned, job: JobSubmitted, group: GroupState) -
 
 
 async def _asked(
-    log: EventLog, planned: BatchPlanned, job: JobSubmitted, possible: list[ScoreAsked]
+    log: ReadableLog, planned: BatchPlanned, job: JobSubmitted, possible: list[ScoreAsked]
 ) -> list[ScoreAsked]:
     """Those that a manifest's step was trained with; all that are possible if its trajectories do not tell.
 
@@ -196,7 +196,7 @@ def _needs(events: RunEvents) -> WeightNeeds:
     return needs
 
 
-def _kept_checkpoints(events: RunEvents, name: str, group: GroupState, folder: Path, report: Report) -> None:
+def _kept_checkpoints(events: RunEvents, name: str, folder: Path, report: Report) -> None:
     """Note checkpoints that no pruning removes and that are gone. Learners may go on while this reads."""
     jobs = [job for job, _ in of_type(events.by_topic.get("jobs", ()), JobSubmitted) if job.model_group == name]
     steps = [step for step, _ in of_type(events.by_topic.get("weights", ()), StepTrained) if step.model_group == name]
@@ -259,7 +259,7 @@ def _collected(weights: Iterable[Received]) -> set[tuple[str, int]]:
     }
 
 
-async def _weights_since(log: EventLog, events: RunEvents) -> list[Received]:
+async def _weights_since(log: ReadableLog, events: RunEvents) -> list[Received]:
     """Events in `weights` behind those of `events`, up to its present end."""
     starts = {partition: end for partition, (_, end) in events.kept.get("weights", {}).items()}
     since = [decode_or_none(record) async for record in read_to_end(log, "weights", starts)]

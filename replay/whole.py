@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rollstream.eventlog.log import EventLog, Record, TopicPartition, check_kept
+from rollstream.eventlog.log import ReadableLog, Record, TopicPartition, check_kept
 from rollstream.eventlog.reading import decode_or_none, read_to_end
 from rollstream.replay.completeness import Named, check_whole, gone, unended
 from rollstream.replay.source import EFFECTS_FIRST, RunEvents, of_type, take_letters
@@ -33,7 +33,7 @@ class _Spans(dict[TopicPartition, tuple[int, int]]):
             own = self.get(where, (begin, end))
             self[where] = min(own[0], begin), max(own[1], end)
 
-    async def read(self, log: EventLog) -> AsyncIterator[Record]:
+    async def read(self, log: ReadableLog) -> AsyncIterator[Record]:
         """The records there, other runs' between them too; in the order of `EFFECTS_FIRST`, causes first."""
         for topic in reversed(EFFECTS_FIRST):
             spans = {where.partition: span for where, span in self.items() if where.topic == topic}
@@ -77,7 +77,7 @@ class _Index:
         if bundle:
             yield bundle
 
-    async def events_of(self, log: EventLog, run_ids: Sequence[str]) -> dict[str, RunEvents]:
+    async def events_of(self, log: ReadableLog, run_ids: Sequence[str]) -> dict[str, RunEvents]:
         """Records of runs, as `read_run` reads them for checks."""
         of_all = self.common
         found = {
@@ -100,7 +100,7 @@ def _run_of(key: bytes) -> str:
     return ids.run_of(key.decode(errors="replace"))
 
 
-async def check_runs(log: EventLog) -> list[str]:
+async def check_runs(log: ReadableLog) -> list[str]:
     """The message about runs whose training is over and whose RunEnded is missing (`unended`).
 
     Raises TruncatedError naming the first record that is gone though others name it, or the range that is not kept.
@@ -121,7 +121,7 @@ async def check_runs(log: EventLog) -> list[str]:
     return unended_runs
 
 
-async def _indexed(log: EventLog) -> _Index:
+async def _indexed(log: ReadableLog) -> _Index:
     """The index up to two ends of every topic, which are taken as `read_run` takes them."""
     index = _Index(RunEvents(""))
     await take_letters(log, index.common)
@@ -137,7 +137,7 @@ async def _indexed(log: EventLog) -> _Index:
     return index
 
 
-async def _check_ranges(log: EventLog, events: RunEvents) -> None:
+async def _check_ranges(log: ReadableLog, events: RunEvents) -> None:
     """Raises TruncatedError if `steps` or `trajectories` lack what groups and manifests name."""
     for topic, positions in (("steps", _steps(events)), ("trajectories", _trajectories(events))):
         begins, ends = await log.begin_offsets(topic), await log.end_offsets(topic)

@@ -1,10 +1,10 @@
-"""Settings of the built-in algorithms, a union tagged by `algorithm.name`; the selection of preference pairs.
+"""Settings of the built-in algorithms, a union tagged by `algorithm.name`.
 
 Their losses are in `rollstream.learner.algorithms`, one file an algorithm.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
@@ -28,8 +28,6 @@ from rollstream.schemas.policy_gradient import (
     RaeSettings,
     ReinforcePpSettings,
 )
-
-T = TypeVar("T")
 
 _CUSTOM = "custom"
 _ONCE_SHARED = frozenset({

@@ -77,7 +77,7 @@ def _check_unused(options: Mapping[str, Any], names: Sequence[str], reason: str)
 
 
 def _export_rows(run: str, path: Path, bootstrap_servers: str | None, workspace: Path, **options: Any) -> None:
-    from rollstream.eventlog.log import EventLog
+    from rollstream.eventlog.log import ReadableLog
     from rollstream.harness.datasets.training_rows import RowOptions, Tally
     from rollstream.harness.datasets.writing import FORMATS, check_new_file, write_rows
     from rollstream.harness.services.workspace import Workspace, on_log
@@ -87,7 +87,7 @@ def _export_rows(run: str, path: Path, bootstrap_servers: str | None, workspace:
     check_new_file(path)
     choice = RowOptions(options["min_reward"], options["best"])
 
-    async def write(log: EventLog) -> Tally:
+    async def write(log: ReadableLog) -> Tally:
         try:
             return await write_rows(
                 log,
@@ -121,7 +121,7 @@ def _export_archive(
     run: str, folder: Path, bootstrap_servers: str | None, workspace: Path, *, weights: bool, partial: bool, **_: Any
 ) -> None:
     from rollstream.eventlog.artifacts import ArtifactStore
-    from rollstream.eventlog.log import EventLog
+    from rollstream.eventlog.log import ReadableLog
     from rollstream.harness.services.workspace import Workspace, on_log
     from rollstream.harness.upkeep.exporting import export_archive
     from rollstream.replay.archive.export import check_new
@@ -130,7 +130,7 @@ def _export_archive(
     layout, line = Workspace(workspace), _progress_line()
     check_new(folder)
 
-    async def write(log: EventLog) -> ExportManifest:
+    async def write(log: ReadableLog) -> ExportManifest:
         try:
             return await export_archive(
                 log,

@@ -14,7 +14,7 @@ from rollstream.schemas.errors import ConfigError
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from rollstream.eventlog.log import EventLog
+    from rollstream.eventlog.log import EventLog, ReadableLog
 
 
 CONFIGURATION = (
@@ -151,7 +151,7 @@ def runs(bootstrap_servers: str | None, workspace: Path) -> None:
     from rollstream.harness.runs.follower import read_runs
     from rollstream.harness.upkeep.run_tables import runs_table
 
-    async def table(log: "EventLog", unreadable: Counter[str]) -> str:
+    async def table(log: "ReadableLog", unreadable: Counter[str]) -> str:
         return runs_table(await read_runs(log, unreadable, skipped=("batch_planned",)))
 
     print_runs(workspace, bootstrap_servers, table)

@@ -10,7 +10,7 @@ from rollstream.harness.cli.shared_options import BOOTSTRAP_SERVERS, WORKSPACE
 from rollstream.harness.cli.terminal import print_runs
 
 if TYPE_CHECKING:
-    from rollstream.eventlog.log import EventLog
+    from rollstream.eventlog.log import EventLog, ReadableLog
 
 
 class ListByDefault(click.Group):
@@ -55,7 +55,7 @@ def list_jobs(chosen: str | None, bootstrap_servers: str | None, workspace: Path
     from rollstream.harness.upkeep.run_control import chosen_runs, model_group_of
     from rollstream.harness.upkeep.run_tables import jobs_table
 
-    async def table(log: "EventLog", unreadable: Counter[str]) -> str:
+    async def table(log: "ReadableLog", unreadable: Counter[str]) -> str:
         return jobs_table(await chosen_runs(log, chosen, unreadable), model_group_of(chosen))
 
     print_runs(workspace, bootstrap_servers, table)
@@ -71,7 +71,7 @@ def show(job: str, bootstrap_servers: str | None, workspace: Path) -> None:
     from rollstream.harness.upkeep.run_control import find_job
     from rollstream.harness.upkeep.run_tables import job_lines
 
-    async def write(log: "EventLog") -> None:
+    async def write(log: "ReadableLog") -> None:
         click.echo("\n".join(job_lines(await find_job(log, job))))
 
     on_log(Workspace(workspace), bootstrap_servers, "rollstream-jobs", write)

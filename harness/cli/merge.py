@@ -8,7 +8,7 @@ import click
 from rollstream.harness.cli.shared_options import ARTIFACT_URI, BOOTSTRAP_SERVERS, WORKSPACE
 
 if TYPE_CHECKING:
-    from rollstream.eventlog.log import EventLog
+    from rollstream.eventlog.log import ReadableLog
     from rollstream.schemas.events import WeightsPublished
 
 
@@ -46,7 +46,7 @@ def merge(
     check_output(output)
     store = ArtifactStore(artifact_uri or layout.artifact_uri())
 
-    async def find(log: "EventLog") -> "tuple[WeightsPublished, Path]":
+    async def find(log: "ReadableLog") -> "tuple[WeightsPublished, Path]":
         return await fetch_version(log, store, wanted, target)
 
     published, weights = on_log(layout, bootstrap_servers, "rollstream-merge", find)

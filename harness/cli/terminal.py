@@ -15,7 +15,7 @@ from rollstream.harness.services.log_handlers import LogFileHandler, StreamHandl
 from rollstream.schemas.errors import RunFailedError
 
 if TYPE_CHECKING:
-    from rollstream.eventlog.log import EventLog
+    from rollstream.eventlog.log import ReadableLog
     from rollstream.harness.finetune import Interrupted, Request
 
 _OF_NEWER = "if a newer rollstream wrote them, use that version to see their runs and jobs"
@@ -58,7 +58,7 @@ def interruption_line(interrupted: "Interrupted", resumed: str | None) -> str:
 
 
 def print_runs(
-    workspace: Path, bootstrap_servers: str | None, report: "Callable[[EventLog, Counter[str]], Awaitable[str]]"
+    workspace: Path, bootstrap_servers: str | None, report: "Callable[[ReadableLog, Counter[str]], Awaitable[str]]"
 ) -> None:
     """Show the report about runs of the log, before others are waited for that use the broker.
 
@@ -68,7 +68,7 @@ def print_runs(
     from rollstream.harness.services.lost_records import check_ends, removed
     from rollstream.harness.services.workspace import Workspace, on_log
 
-    async def show(log: "EventLog") -> None:
+    async def show(log: "ReadableLog") -> None:
         unreadable = Counter[str]()
         click.echo(await report(log, unreadable))
         for topic, number in unreadable.items():

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.harness.components.builder import RollstreamTrajectoryBuilder
 from rollstream.harness.components.trajectories import completions_of, read_assembled, read_steps
 from rollstream.harness.recorded import pairs
@@ -35,7 +35,7 @@ class DpoTrajectoryBuilder(RollstreamTrajectoryBuilder):
         self.dropped: Counter[str] = Counter()
         """Number of candidates without a pair so far, by reason."""
 
-    async def trajectories_of(self, log: EventLog, groups: Sequence[GroupClosed]) -> list[list[Trajectory]]:
+    async def trajectories_of(self, log: ReadableLog, groups: Sequence[GroupClosed]) -> list[list[Trajectory]]:
         """The pairs of each group. Raises ArtifactError, TruncatedError."""
         assembled = await read_assembled(log, groups)
         steps = await read_steps(log, groups)

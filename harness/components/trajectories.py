@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import EventLog, Position
+from rollstream.eventlog.log import Position, ReadableLog
 from rollstream.eventlog.reading import read_to_end
 from rollstream.harness.recorded.from_trajectories import CONTENT_SHA256, REWARDS, text_sha256
 from rollstream.schemas import tokens
@@ -23,7 +23,7 @@ Steps = Mapping[int, StepRecorded]
 _ROLES = {role.value: role for role in EpisodeItemRole}
 
 
-async def read_groups(log: EventLog, groups: Sequence[GroupClosed]) -> list[list[Trajectory]]:
+async def read_groups(log: ReadableLog, groups: Sequence[GroupClosed]) -> list[list[Trajectory]]:
     """The trajectories of each group, by member; empty for a group without complete members.
 
     Raises ArtifactError if a trajectory is missing at its locator, TruncatedError if it is no longer retained.
@@ -177,7 +177,7 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-async def read_assembled(log: EventLog, groups: Iterable[GroupClosed]) -> dict[str, TrajectoryAssembled]:
+async def read_assembled(log: ReadableLog, groups: Iterable[GroupClosed]) -> dict[str, TrajectoryAssembled]:
     """The members of groups by trajectory id. Raises ArtifactError, TruncatedError."""
     members = [(member, at) for group in groups for member, at in zip(group.members, group.locators, strict=False)]
     records = await log.fetch([Position("trajectories", at.partition, at.offset) for _, at in members])
@@ -192,7 +192,7 @@ async def read_assembled(log: EventLog, groups: Iterable[GroupClosed]) -> dict[s
     return found
 
 
-async def read_steps(log: EventLog, groups: Iterable[GroupClosed]) -> dict[str, dict[int, StepRecorded]]:
+async def read_steps(log: ReadableLog, groups: Iterable[GroupClosed]) -> dict[str, dict[int, StepRecorded]]:
     """Steps of the groups' members by rollout and index; the first record of a step counts."""
     rollouts = {member.rollout_id for group in groups for member in group.members}
     ranges = [group.steps_at for group in groups if group.steps_at is not None and group.members]

@@ -7,7 +7,7 @@ from typing import BinaryIO
 import orjson
 
 from rollstream.eventlog.files import replacing
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.harness.components.trajectories import read_assembled, read_steps
 from rollstream.harness.datasets.atif import atif
 from rollstream.harness.datasets.conversations import RecordedTrajectory
@@ -35,7 +35,7 @@ def check_new_file(path: Path) -> None:
 
 
 async def write_rows(
-    log: EventLog,
+    log: ReadableLog,
     run_id: str,
     path: Path,
     format: Format,
@@ -76,7 +76,7 @@ def check_agent(groups: Sequence[GroupClosed], agent: str | None) -> None:
         raise ConfigError(f"no trajectory is of agent {agent!r}; give one of {', '.join(sorted(known)) or 'none'}")
 
 
-async def _read(log: EventLog, groups: Sequence[GroupClosed], agent: str | None) -> list[list[RecordedTrajectory]]:
+async def _read(log: ReadableLog, groups: Sequence[GroupClosed], agent: str | None) -> list[list[RecordedTrajectory]]:
     assembled, steps = await read_assembled(log, groups), await read_steps(log, groups)
     return [
         [

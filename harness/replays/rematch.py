@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Position
+from rollstream.eventlog.log import Position, ReadableLog
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.rewards import permissions_of
 from rollstream.harness.runs.preflight import environment_of
@@ -141,7 +141,7 @@ def replaced(
 
 
 async def play(
-    log: EventLog,
+    log: ReadableLog,
     events: RunEvents,
     artifacts: ArtifactStore,
     engine: Engine,
@@ -249,7 +249,7 @@ def _closed(events: RunEvents, task: TaskRequested) -> GroupClosed | None:
     return found.event if found is not None and isinstance(found.event, GroupClosed) else None
 
 
-async def _recorded(log: EventLog, events: RunEvents, task: TaskRequested, member: int) -> tuple[str, list[Move]]:
+async def _recorded(log: ReadableLog, events: RunEvents, task: TaskRequested, member: int) -> tuple[str, list[Move]]:
     """The complete attempt at a member, and its messages; an empty id if the log has none."""
     closed = _closed(events, task)
     outcomes = closed.attempts if closed is not None else ()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.topic_ids import check_topics
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.harness.runs.outcome import let_metrics_catch_up
 from rollstream.harness.runs.stored_config import TRUST
 from rollstream.harness.services.lost_records import check_ends
@@ -108,7 +108,7 @@ async def replay_run(
 
 
 async def _trained(
-    log: EventLog,
+    log: ReadableLog,
     events: RunEvents,
     artifacts: ArtifactStore,
     checkpoints: Path,
@@ -165,6 +165,7 @@ async def what_if_run(
     trust: bool = False,
 ) -> "WhatIfOutcome":
     """Plan and train a what-if of a run, see `what_if`. `export`: the export to read instead of the topics."""
+    from rollstream.eventlog.kafka.log import KafkaLog
     from rollstream.harness.replays.what_if import what_if
     from rollstream.replay.archive.log import open_export
     from rollstream.replay.archive.manifest import read_manifest
@@ -175,7 +176,7 @@ async def what_if_run(
         if export is not None:
             num_partitions = len(read_manifest(export).topics["trajectories"].partitions)
             await _ensure_topics(kafka, layout, num_partitions)
-        log, _ = await stack.enter_async_context(Source(kafka).open())
+        log = await stack.enter_async_context(KafkaLog(kafka, client_id="rollstream-replay"))
         exported: OpenedExport | None = None
         if export is not None:
             on_progress(f"checking {export}")

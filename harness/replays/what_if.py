@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import JsonValue
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, wall_ms
+from rollstream.eventlog.log import EventLog, ReadableLog, wall_ms
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_model, silence, warn
 from rollstream.harness.config.jobs import jobs_of
@@ -307,7 +307,7 @@ def _beginning(events: RunEvents, recorded: JobStarted, config: RunConfig) -> We
 
 
 async def _rewards(
-    log: EventLog, events: RunEvents, recorded: JobStarted, spec: JobSpec, config: RunConfig, on_progress: OnProgress
+    log: ReadableLog, events: RunEvents, recorded: JobStarted, spec: JobSpec, config: RunConfig, on_progress: OnProgress
 ) -> dict[str, float | None]:
     """Recomputed rewards by trajectory id, None where there is no score; empty if neither functions nor weights change.
 

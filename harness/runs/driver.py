@@ -177,7 +177,7 @@ def _next_epoch(stage: Sequence[JobSpec], progress: Progress) -> list[Event]:
     job = progress.job(spec.job_id)
     if any(progress.job(one.job_id).started is None for one in stage if not one.is_frozen):
         submitted = [event for one in stage if (event := progress.job(one.job_id).submitted) is not None]
-        time_ms = _begin_ms(stage, submitted, progress)
+        time_ms = _begin_ms(submitted, progress)
         return [] if time_ms is None else _started(stage, submitted, time_ms, progress)
     if spec.plan.planning == "submitted" or job.outcome is not None or job.started is None:
         return []
@@ -190,7 +190,7 @@ def _next_epoch(stage: Sequence[JobSpec], progress: Progress) -> list[Event]:
     return [EpochStarted(run_id=progress.run_id, time_ms=time_ms, job_id=spec.job_id, epoch=epoch)]
 
 
-def _begin_ms(stage: Sequence[JobSpec], submitted: Sequence[JobSubmitted], progress: Progress) -> int | None:
+def _begin_ms(submitted: Sequence[JobSubmitted], progress: Progress) -> int | None:
     """The time of the events that a stage's start is caused by: its jobs, or the first versions, all of them there."""
     own = submitted[-1]
     if own.base_version or own.settings.kind == EXTERNAL:

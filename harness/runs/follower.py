@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from rollstream.eventlog.codec import event_id_of, kind_of
-from rollstream.eventlog.log import EventLog, LogReader, Received, Record, TopicPartition
+from rollstream.eventlog.log import LogReader, ReadableLog, Received, Record, TopicPartition
 from rollstream.eventlog.reading import (
     MOST_RECORDS,
     decode_or_none,
@@ -33,7 +33,7 @@ class Follower:
     """A run's progress and how many records of it were read. Open it with `follow`."""
 
     def __init__(
-        self, log: EventLog, reader: LogReader, run_id: str, on_event: Callable[[Event], None] | None = None
+        self, log: ReadableLog, reader: LogReader, run_id: str, on_event: Callable[[Event], None] | None = None
     ) -> None:
         """`on_event` is given every event of the run, also those that are not needed for progress."""
         self._log = log
@@ -91,7 +91,7 @@ class Follower:
 
 
 async def follow(
-    log: EventLog, run_id: str, *, from_end: bool = False, on_event: Callable[[Event], None] | None = None
+    log: ReadableLog, run_id: str, *, from_end: bool = False, on_event: Callable[[Event], None] | None = None
 ) -> Follower:
     """A follower of one run, from where its jobs say that it begins; `from_end` if the log holds nothing of it yet.
 
@@ -102,7 +102,7 @@ async def follow(
     return Follower(log, await log.reader(start), run_id, on_event)
 
 
-async def progress_of(log: EventLog, run_id: str, unreadable: Counter[str] | None = None) -> Progress:
+async def progress_of(log: ReadableLog, run_id: str, unreadable: Counter[str] | None = None) -> Progress:
     """The progress of one run as far as the log says now, read from where its jobs say that it begins.
 
     `unreadable`: see `read_events`; of this run alone. Raises ConfigError if the run does not exist.
@@ -120,7 +120,7 @@ async def progress_of(log: EventLog, run_id: str, unreadable: Counter[str] | Non
     return progress
 
 
-async def is_known(log: EventLog, run_id: str) -> bool:
+async def is_known(log: ReadableLog, run_id: str) -> bool:
     """Whether the log has a job or the start of a run. Nothing of other runs is decoded.
 
     All of the small topic `jobs` is read for a run that it does not have; then `groups`, because a run may have been
@@ -136,7 +136,7 @@ async def is_known(log: EventLog, run_id: str) -> bool:
 
 
 async def read_runs(
-    log: EventLog,
+    log: ReadableLog,
     unreadable: Counter[str] | None = None,
     *,
     topics: Sequence[str] = TOPICS,
@@ -155,7 +155,7 @@ async def read_runs(
 
 
 async def records_of(
-    log: EventLog, topic: str, run_id: str, key: str, skipped: tuple[str, ...] = MOST_RECORDS
+    log: ReadableLog, topic: str, run_id: str, key: str, skipped: tuple[str, ...] = MOST_RECORDS
 ) -> AsyncGenerator[Received, None]:
     """The events of one key in a topic of one partition, from the run's beginning; `skipped`: kinds left out."""
     begin = (await log.begin_offsets(topic))[0]
@@ -167,7 +167,7 @@ async def records_of(
                 yield received
 
 
-async def versions_of(log: EventLog, model_group: str, version: int) -> tuple[GroupState, str]:
+async def versions_of(log: ReadableLog, model_group: str, version: int) -> tuple[GroupState, str]:
     """A model group's versions, those of void terms left out, and who collected `version` when; empty if nobody did."""
     state, collected = LogState(), ""
     async for received in records_of(log, "weights", ids.run_of(model_group), model_group):
@@ -177,7 +177,7 @@ async def versions_of(log: EventLog, model_group: str, version: int) -> tuple[Gr
     return state.group(model_group), collected
 
 
-async def check_partitions(log: EventLog, started: RunStarted) -> None:
+async def check_partitions(log: ReadableLog, started: RunStarted) -> None:
     """Raises TopicError if partitions were added to the topics: the open tasks of the run would be in wrong ones."""
     found = await log.num_partitions(TaskRequested.TOPIC)
     if found != started.num_partitions:

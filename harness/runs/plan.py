@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, record_size, wall_ms
+from rollstream.eventlog.log import ReadableLog, record_size, wall_ms
 from rollstream.harness.config import dataset
 from rollstream.harness.config import file as config_file
 from rollstream.harness.config.checks import check_attempts, warn
@@ -60,7 +60,7 @@ class RunPlan(NamedTuple):
 
 
 async def new_run(
-    log: EventLog,
+    log: ReadableLog,
     artifacts: ArtifactStore,
     loaded: Loaded,
     name: str,
@@ -175,7 +175,7 @@ def _task_bytes(spec: JobSpec, example: dataset.Example) -> int:
     return record_size(encoded.key, encoded.value, encoded.headers)
 
 
-async def check_frozen(log: EventLog, config: RunConfig, run_id: str) -> None:
+async def check_frozen(log: ReadableLog, config: RunConfig, run_id: str) -> None:
     """Raises ConfigError for a frozen opponent of another run that the log does not have, or whose weights are gone.
 
     Also for one whose base model the run's producers may not load, or have with another tokenizer.
@@ -201,14 +201,14 @@ def check_id(run_id: str) -> None:
         raise ConfigError(f"--run_id {run_id} is not valid; use at most 100 letters, digits, '.', '_' and '-'")
 
 
-async def check_new(log: EventLog, run_id: str) -> None:
+async def check_new(log: ReadableLog, run_id: str) -> None:
     """Raises ConfigError if `run_id` is already in use."""
     if await is_known(log, run_id):
         raise ConfigError(f"--run_id {run_id}: this run already exists; continue it with --resume")
 
 
 async def open_run(
-    log: EventLog, artifacts: ArtifactStore, loaded: Loaded, run_id: str, *, trust: bool = False
+    log: ReadableLog, artifacts: ArtifactStore, loaded: Loaded, run_id: str, *, trust: bool = False
 ) -> RunPlan:
     """A run of the log with the jobs of its own configuration. A run that has ended is not conducted again.
 
@@ -274,7 +274,7 @@ def weighted_as_recorded(spec: JobSpec, recorded: JobStarted | None) -> JobSpec:
     )
 
 
-async def look_up(log: EventLog, run_id: str) -> Progress:
+async def look_up(log: ReadableLog, run_id: str) -> Progress:
     """The progress of a run of the log.
 
     Raises ConfigError if the run does not exist, TruncatedError if its beginning was removed.
@@ -302,7 +302,7 @@ def _published_groups(progress: Progress) -> set[str]:
     return found
 
 
-async def _cut_off(log: EventLog, run_id: str, topic: str) -> TruncatedError:
+async def _cut_off(log: ReadableLog, run_id: str, topic: str) -> TruncatedError:
     begin, end = (await log.begin_offsets(topic))[0], (await log.end_offsets(topic))[0]
     return TruncatedError(
         f"run {run_id} cannot be resumed: topic {topic} partition 0 holds only offsets {begin} to {end - 1}, and "

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollstream.eventlog.kafka.topic_ids import only_cluster
-from rollstream.eventlog.log import EventLog, TopicPartition, check_kept
+from rollstream.eventlog.log import ReadableLog, TopicPartition, check_kept
 from rollstream.schemas.errors import QueryError
 from rollstream.schemas.topics import TOPICS
 
 OFFSETS = 'SELECT topic, "partition", next_offset FROM offsets'
 
 
-async def check_ends(log: EventLog, workspace: Path, warn: Callable[[str], None]) -> None:
+async def check_ends(log: ReadableLog, workspace: Path, warn: Callable[[str], None]) -> None:
     """Compare the log's end offsets with those that the workspace's metrics have read.
 
     Raises TruncatedError naming topic, partition and range of the first partition that was longer then. Does nothing
@@ -35,7 +35,7 @@ async def check_ends(log: EventLog, workspace: Path, warn: Callable[[str], None]
             check_kept(where, next_offset, begins[where.partition], ends[where.partition])
 
 
-async def removed(log: EventLog) -> list[str]:
+async def removed(log: ReadableLog) -> list[str]:
     """One line per partition whose oldest records were removed."""
     return [
         f"topic {topic} partition {number} no longer has records before offset {begin}"

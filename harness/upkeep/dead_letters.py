@@ -13,6 +13,7 @@ from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.log import (
     EventLog,
     Position,
+    ReadableLog,
     Record,
     TopicPartition,
     check_record_size,
@@ -63,7 +64,7 @@ class Redrive:
     record: Record
 
 
-async def read_letters(log: EventLog, *, run: str | None = None) -> list[Letter]:
+async def read_letters(log: ReadableLog, *, run: str | None = None) -> list[Letter]:
     """All letters, oldest first, or those of one run. Repeats after a crash are left out."""
     letters = await _read_all(log)
     first: dict[object, Letter] = {}
@@ -81,7 +82,7 @@ def _identity(letter: Letter) -> object:
     return position if is_of_log else (*position, letter.key, letter.size_bytes, letter.reason)
 
 
-async def read_letter(log: EventLog, number: int) -> tuple[Letter, Record]:
+async def read_letter(log: ReadableLog, number: int) -> tuple[Letter, Record]:
     """A letter and its record in `dlq`. Raises LogError if it does not exist."""
     record = await _fetch(log, number)
     letter = next((one for one in await _read_all(log) if one.number == number), None)
@@ -93,7 +94,7 @@ async def read_letter(log: EventLog, number: int) -> tuple[Letter, Record]:
 
 
 async def prepare(
-    log: EventLog,
+    log: ReadableLog,
     artifacts: ArtifactStore,
     numbers: Sequence[int],
     *,
@@ -162,7 +163,7 @@ def _corrected(record: Record, value: bytes | None) -> Record:
     return replace(record, key=encoded.key, value=value, headers=(*own, *kept))
 
 
-async def _check_source(log: EventLog, number: int, record: Record) -> None:
+async def _check_source(log: ReadableLog, number: int, record: Record) -> None:
     """Raises LogError for a letter whose record is not of this log."""
     if record.topic == dead_letters.LINES:
         file = (record.key or b"").decode(errors="replace")
@@ -177,7 +178,7 @@ async def _check_source(log: EventLog, number: int, record: Record) -> None:
         )
 
 
-async def _checked(log: EventLog, number: int, record: Record, *, force: bool) -> Record:
+async def _checked(log: ReadableLog, number: int, record: Record, *, force: bool) -> Record:
     """The record in the partition that it is sent to: its event's own, or where it was if it cannot be decoded."""
     num_partitions = await log.num_partitions(record.topic)
     try:
@@ -204,7 +205,7 @@ def _in_own_partition(record: Record, num_partitions: int) -> Record:
     return replace(record, partition=own) if 0 <= own < num_partitions else record
 
 
-async def _fetch(log: EventLog, number: int) -> Record:
+async def _fetch(log: ReadableLog, number: int) -> Record:
     begin, end = (await log.begin_offsets("dlq"))[0], (await log.end_offsets("dlq"))[0]
     if not begin <= number < end:
         kept = f"topic dlq holds {begin} to {end - 1}" if end > begin else "topic dlq is empty"
@@ -215,7 +216,7 @@ async def _fetch(log: EventLog, number: int) -> Record:
         raise LogError(f"dead letter {number} was removed: {error}") from error
 
 
-async def _read_all(log: EventLog) -> list[Letter]:
+async def _read_all(log: ReadableLog) -> list[Letter]:
     """Every letter with the redrives recorded for it."""
     letters: list[Letter] = []
     found: list[dead_letters.Redriven] = []

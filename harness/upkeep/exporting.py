@@ -9,7 +9,7 @@ from pathlib import Path
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.kafka.log import KafkaLog
 from rollstream.eventlog.kafka.topic_ids import clusters_of
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.harness.services.lost_records import check_ends
 from rollstream.metrics.projection.connection import MetricsFileError, metrics_file
 from rollstream.metrics.rebuild import check_replaceable
@@ -26,7 +26,7 @@ Warn = Callable[[str], None]
 
 
 async def export_archive(
-    log: EventLog,
+    log: ReadableLog,
     run: str,
     folder: Path,
     *,

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.harness.config.checks import is_hub_name
 from rollstream.harness.runs.follower import progress_of, versions_of
 from rollstream.harness.upkeep.named_version import Target
@@ -31,7 +31,7 @@ def check_base(path: str, target: str) -> None:
 
 
 async def fetch_version(
-    log: EventLog, store: ArtifactStore, target: Target, named: str
+    log: ReadableLog, store: ArtifactStore, target: Target, named: str
 ) -> tuple[WeightsPublished, Path]:
     """A version's publication and the file of its weights; `named`: how the user named it.
 
@@ -46,7 +46,7 @@ async def fetch_version(
         raise ConfigError(f"{named}: its weights do not exist: {removed or error}; choose another one") from error
 
 
-async def published_version(log: EventLog, target: Target) -> tuple[WeightsPublished, str]:
+async def published_version(log: ReadableLog, target: Target) -> tuple[WeightsPublished, str]:
     """A version's publication, and why its weights were removed, if they were. Raises ConfigError if there is none."""
     group, collected = await versions_of(log, target.model_group, target.version)
     if target.version in group.published:

@@ -6,7 +6,7 @@ Curation plans the rollback and the learner publishes it.
 import asyncio
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.harness.runs.follower import records_of, versions_of
 from rollstream.harness.runs.plan import look_up
 from rollstream.harness.runs.progress import JobProgress, Progress
@@ -19,7 +19,7 @@ from rollstream.schemas.settings import EXTERNAL, FROZEN
 
 
 async def rollback_request(
-    log: EventLog, artifacts: ArtifactStore, target: Target, *, reason: str, time_ms: int
+    log: ReadableLog, artifacts: ArtifactStore, target: Target, *, reason: str, time_ms: int
 ) -> RollbackRequested:
     """The request to write. Reads the run's records of `groups`, `batches`, `jobs` and `weights`; writes nothing.
 
@@ -128,7 +128,7 @@ def _open_job(progress: Progress, target: Target, otherwise: str) -> tuple[str, 
     raise ConfigError(f"{where}: job {name} has {state} and no other job trains the model group now; {otherwise}")
 
 
-async def _check_pending(log: EventLog, target: Target, job_id: str, where: str) -> None:
+async def _check_pending(log: ReadableLog, target: Target, job_id: str, where: str) -> None:
     """Raises ConfigError if a rollback to another version was requested that curation has not answered yet."""
     adopted_at = 0
     async for received in records_of(log, "batches", target.run_id, target.run_id):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from rollstream.eventlog.log import EventLog, wall_ms
+from rollstream.eventlog.log import EventLog, ReadableLog, wall_ms
 from rollstream.eventlog.reading import decode_or_none, read_to_end, unreadable_event
 from rollstream.eventlog.run_offsets import start_offsets_of
 from rollstream.harness.runs.follower import progress_of, read_runs
@@ -42,7 +42,7 @@ def stopped_line(progress: Progress) -> str:
     return f"run {run} stopped {at}; {saver}; if none is running, use {saves}"
 
 
-async def find_job(log: EventLog, job_id: str) -> FineTuneJob:
+async def find_job(log: ReadableLog, job_id: str) -> FineTuneJob:
     """A job as the log says it. Raises ConfigError for an id that the log does not have."""
     unreadable = ""
     starts = await start_offsets_of(log, ids.run_of(job_id))
@@ -72,7 +72,7 @@ async def cancel_job(log: EventLog, job_id: str) -> None:
     await log.send_all(cancel_events(job, CAUSE, wall_ms()))
 
 
-async def chosen_runs(log: EventLog, chosen: str | None, unreadable: Counter[str] | None = None) -> list[Progress]:
+async def chosen_runs(log: ReadableLog, chosen: str | None, unreadable: Counter[str] | None = None) -> list[Progress]:
     """The runs whose jobs are listed: all, or the one that is chosen, of which alone the records are read.
 
     `unreadable`: see `read_runs`. Raises ConfigError for a run or a model group that does not exist.

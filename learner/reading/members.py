@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import EventLog, Position, Record, format_position
+from rollstream.eventlog.log import Position, ReadableLog, Record, format_position
 from rollstream.schemas.errors import DecodeError, retrieve_exception
 from rollstream.schemas.events import BatchPlanned, TrajectoryAssembled
 
@@ -24,7 +24,7 @@ class MemberReader:
     one is. What went wrong with it is raised when it is asked for, and never if it is not.
     """
 
-    def __init__(self, log: EventLog) -> None:
+    def __init__(self, log: ReadableLog) -> None:
         self._log = log
         self._ahead: tuple[BatchPlanned, asyncio.Task[Members]] | None = None
 
@@ -69,7 +69,7 @@ class MemberReader:
         return await asyncio.to_thread(check_members, planned, records)
 
 
-async def fetch_records(log: EventLog, planned: BatchPlanned) -> list[Record]:
+async def fetch_records(log: ReadableLog, planned: BatchPlanned) -> list[Record]:
     """The records of a manifest's members, in its order.
 
     Raises DecodeError if locators are missing, TruncatedError if a record is gone.

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.algorithm_settings import CONTEXT_KEY
 from rollstream.schemas.errors import DecodeError, RunFailedError, nearest
@@ -34,7 +34,7 @@ class _Needed:
 class Contexts:
     """The contexts of a job. The dataset of its run is read once, and the values that templates name are kept."""
 
-    def __init__(self, log: EventLog, job: JobSubmitted, read: Read) -> None:
+    def __init__(self, log: ReadableLog, job: JobSubmitted, read: Read) -> None:
         self._log = log
         self._job = job
         self._read = read
@@ -94,7 +94,7 @@ def _lacking(example_id: str, needed: _Needed) -> RunFailedError:
     return RunFailedError(f"algorithm.context: the inputs of example {example_id!r} have no {name!r}; {hint}")
 
 
-async def _started(log: EventLog, job: JobSubmitted) -> RunStarted:
+async def _started(log: ReadableLog, job: JobSubmitted) -> RunStarted:
     """The job's run. Raises DecodeError if topic groups does not have its start."""
     begin = (await log.begin_offsets("groups"))[0]
     start = max(begin, (job.start_offsets or {}).get("groups", begin))

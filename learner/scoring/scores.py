@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import EventLog, Position, Received
+from rollstream.eventlog.log import Position, ReadableLog, Received
 from rollstream.learner.algorithms.base import Row
 from rollstream.learner.reading.members import FORK
 from rollstream.learner.scoring.index import ScoreAsked, ScoreIndex
@@ -59,7 +59,7 @@ def missing(index: ScoreIndex, planned: BatchPlanned, asked: Sequence[ScoreAsked
 
 
 async def recorded_scores(
-    log: EventLog, index: ScoreIndex, planned: BatchPlanned, asked: Sequence[ScoreAsked]
+    log: ReadableLog, index: ScoreIndex, planned: BatchPlanned, asked: Sequence[ScoreAsked]
 ) -> Scores:
     """Read the recorded scores.
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 from rollstream.eventlog.codec import kind_of
-from rollstream.eventlog.log import EventLog, LogReader, TopicPartition
+from rollstream.eventlog.log import LogReader, ReadableLog, TopicPartition
 from rollstream.eventlog.reading import decode_or_none
 from rollstream.eventlog.run_offsets import TOPICS, start_offsets_of
 from rollstream.learner.shared_model_group.job_lifecycle import ModelGroupState, evolve, initial
@@ -17,7 +17,7 @@ IGNORED = ("trajectory_rejected", "submission_received", "run_continued", "step_
 class GroupView:
     """State of a model group as of the last `refresh`. Open it with `view`."""
 
-    def __init__(self, log: EventLog, reader: LogReader, model_group: str) -> None:
+    def __init__(self, log: ReadableLog, reader: LogReader, model_group: str) -> None:
         self.state: ModelGroupState = initial(model_group)
         self.run_started: RunStarted | None = None
         self._log = log
@@ -56,7 +56,7 @@ class GroupView:
             self.state = evolve(self.state, received)
 
 
-async def view(log: EventLog, model_group: str, starts: Mapping[str, int] | None = None) -> GroupView:
+async def view(log: ReadableLog, model_group: str, starts: Mapping[str, int] | None = None) -> GroupView:
     """The view of a model group, with its state from the log. `starts`: offsets to begin at, by topic."""
     known = await start_offsets_of(log, ids.run_of(model_group)) if starts is None else starts
     reader = await log.reader({TopicPartition(topic, 0): known.get(topic, -1) for topic in TOPICS})

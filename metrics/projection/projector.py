@@ -17,7 +17,7 @@ from rollstream.eventlog.blocking_calls import retrying
 from rollstream.eventlog.codec import decode, kind_of, own_partition
 from rollstream.eventlog.dead_letters import redriven
 from rollstream.eventlog.failpoints import failpoint
-from rollstream.eventlog.log import EventLog, LogReader, Received, Record, TopicPartition, check_kept
+from rollstream.eventlog.log import LogReader, ReadableLog, Received, Record, TopicPartition, check_kept
 from rollstream.eventlog.reading import decode_or_none, read_to_end
 from rollstream.metrics.projection.database import Database
 from rollstream.metrics.projection.rows import dead_letter_row, rows_of
@@ -76,7 +76,7 @@ def _is_in_place(received: Received, num_partitions: int) -> bool:
     return received.position.partition == own_partition(received.event, num_partitions)
 
 
-async def _recorded_partitions(log: EventLog) -> dict[str, int]:
+async def _recorded_partitions(log: ReadableLog) -> dict[str, int]:
     """Number of partitions of the scaled topics when each run began: partitions may have been added since."""
     found: dict[str, int] = {}
     async for record in read_to_end(log, RunStarted.TOPIC):
@@ -89,7 +89,7 @@ async def _recorded_partitions(log: EventLog) -> dict[str, int]:
 class Projector:
     """The way from a log to a metrics file, and how far it is."""
 
-    def __init__(self, log: EventLog, database: Database) -> None:
+    def __init__(self, log: ReadableLog, database: Database) -> None:
         self._log = log
         self._database = database
         self._done: dict[TopicPartition, int] = {}
@@ -248,7 +248,7 @@ class Projector:
         self._wake.clear()
 
 
-async def project_to_end(log: EventLog, path: Path) -> None:
+async def project_to_end(log: ReadableLog, path: Path) -> None:
     """Bring a metrics file up to date with the log. Raises LogError, MetricsFileError."""
     database = Database(path)
     try:

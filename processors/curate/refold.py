@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.log import EventLog, Record
+from rollstream.eventlog.log import ReadableLog, Record
 from rollstream.eventlog.reading import read_to_end
 from rollstream.schemas.events import RunEnded, RunStarted
 
@@ -18,7 +18,7 @@ BEGIN, END = (event.model_fields["kind"].default for event in (RunStarted, RunEn
 class GroupsReader:
     """Reads `groups` again and counts the records."""
 
-    def __init__(self, log: EventLog) -> None:
+    def __init__(self, log: ReadableLog) -> None:
         self._log = log
         self.num_read = 0
         """Number of records so far: shows that a long pass makes progress."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
-from rollstream.eventlog.log import EventLog, TopicPartition
+from rollstream.eventlog.log import ReadableLog, TopicPartition
 from rollstream.processors.host.app import Host
 from rollstream.processors.host.host import REBALANCE_TIMEOUT_S
 from rollstream.schemas.errors import AccessDeniedError, LogError
@@ -105,7 +105,7 @@ class StandstillInAll:
 
 
 async def watch(
-    host: Host, log: EventLog, *, timeout_s: float, monotonic: Callable[[], float] = time.monotonic
+    host: Host, log: ReadableLog, *, timeout_s: float, monotonic: Callable[[], float] = time.monotonic
 ) -> None:
     """Check periodically.
 
@@ -145,7 +145,7 @@ async def watch(
             )
 
 
-async def _ends(host: Host, log: EventLog) -> dict[TopicPartition, int]:
+async def _ends(host: Host, log: ReadableLog) -> dict[TopicPartition, int]:
     ends: dict[TopicPartition, int] = {}
     for shell in host.shells.values():
         for partition, end in (await log.end_offsets(shell.topic)).items():

@@ -16,7 +16,7 @@ from rollstream.eventlog import terms
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.blocking_calls import in_own_thread
 from rollstream.eventlog.codec import decode, kind_of
-from rollstream.eventlog.log import EventLog, Position, Received
+from rollstream.eventlog.log import Position, ReadableLog, Received
 from rollstream.eventlog.reading import MOST_RECORDS, decode_or_none, read_events, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.eventlog.run_offsets import start_offsets_of
@@ -77,7 +77,7 @@ class _Versions:
 class PublishedVersions:
     """Finds weight versions by number; of each model group `weights` is read once, from the beginning of its run."""
 
-    def __init__(self, log: EventLog) -> None:
+    def __init__(self, log: ReadableLog) -> None:
         self._log = log
         self._groups: dict[str, _Versions] = {}
 
@@ -87,7 +87,7 @@ class PublishedVersions:
         if named is None:
             raise ModelError(f"player {player} does not name a weight version; write GROUP@VERSION")
         group, version = named
-        known = await self._known(group, version)
+        known = await self._known(group)
         if version in known.collected:
             reason = await self._reason(known.collected[version])
             raise ModelError(f"player {player}: its weights are gone: {reason}; choose a version that is kept")
@@ -126,7 +126,7 @@ class PublishedVersions:
             return f"run {run_id} ended before it published a version of {group}; name a version of another run"
         return f"of model group {group} no version is published; wait for one"
 
-    async def _known(self, group: str, version: int) -> _Versions:
+    async def _known(self, group: str) -> _Versions:
         """Versions of a model group by the end of `weights`; those of before may have been collected since."""
         if group not in self._groups:
             begin = (await self._log.begin_offsets("weights"))[0]
@@ -168,7 +168,7 @@ class OpponentWeights:
 
     def __init__(
         self,
-        log: EventLog,
+        log: ReadableLog,
         artifacts: ArtifactStore,
         engine: Engine,
         *,

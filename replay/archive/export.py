@@ -23,7 +23,7 @@ from rollstream.eventlog import dead_letters
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.codec import kind_of
 from rollstream.eventlog.files import beside
-from rollstream.eventlog.log import EventLog, Record, TopicPartition, check_exists, check_kept
+from rollstream.eventlog.log import ReadableLog, Record, TopicPartition, check_exists, check_kept
 from rollstream.eventlog.reading import decode_or_none, unknown_run
 from rollstream.replay.archive.manifest import ArtifactFile, Covered, ExportManifest, TopicFile, write_manifest
 from rollstream.replay.archive.needs import ArtifactNeeds, Need
@@ -40,7 +40,7 @@ POLL_RECORDS = 500
 
 
 async def export_run(
-    log: EventLog,
+    log: ReadableLog,
     run_id: str,
     folder: Path,
     *,
@@ -81,7 +81,7 @@ class _Export:
 
     def __init__(
         self,
-        log: EventLog,
+        log: ReadableLog,
         run_id: str,
         folder: Path,
         artifacts: ArtifactStore,

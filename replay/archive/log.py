@@ -7,30 +7,18 @@ The artifacts of an export: found by their hash below its folder, whatever name 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Never
 
 import duckdb
 
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.files import HashedFile
-from rollstream.eventlog.log import (
-    Encoded,
-    EventLog,
-    GroupReader,
-    Headers,
-    OnPartitions,
-    OpenedByBlock,
-    Position,
-    Record,
-    TopicPartition,
-)
+from rollstream.eventlog.log import OpenedByBlock, Position, ReadableLog, Record, TopicPartition
 from rollstream.metrics.rebuild import ExportedRun, Report, rebuild
 from rollstream.replay.archive.manifest import ExportManifest, check_files, read_manifest
 from rollstream.replay.archive.reader import ExportReader, Table
-from rollstream.schemas.base import Event
 from rollstream.schemas.errors import ArtifactError, LogError, TopicError
 from rollstream.schemas.settings import ArtifactRef
 
@@ -38,7 +26,7 @@ POLL_S = 0.02
 
 
 @asynccontextmanager
-async def open_export(folder: Path, *, is_checked: bool = False) -> AsyncIterator[tuple[EventLog, ArtifactStore]]:
+async def open_export(folder: Path, *, is_checked: bool = False) -> AsyncIterator[tuple[ReadableLog, ArtifactStore]]:
     """The log and the artifacts of an exported run, both to be read only. `is_checked`: its files are not hashed again.
 
     Raises LogError naming the file if the folder is not an export or any file of it was changed.
@@ -113,44 +101,6 @@ class ExportLog(OpenedByBlock):
     async def cluster_id(self) -> str:
         """Identity of the cluster that the run was on."""
         return self.manifest.cluster_id
-
-    async def ensure_topics(self, *, num_partitions: int | None = None) -> None:
-        """Raises LogError."""
-        self._refuse()
-
-    async def send(self, event: Event | Encoded, *, partition: int | None = None) -> Position:
-        """Raises LogError."""
-        self._refuse()
-
-    async def send_all(self, events: Sequence[Event | Encoded], *, partition: int | None = None) -> list[Position]:
-        """Raises LogError."""
-        self._refuse()
-
-    async def send_raw(
-        self,
-        topic: str,
-        *,
-        key: bytes | None,
-        value: bytes | None,
-        headers: Headers = (),
-        partition: int | None = None,
-    ) -> Position:
-        """Raises LogError."""
-        self._refuse()
-
-    async def group_reader(
-        self,
-        group: str,
-        topics: Iterable[str],
-        *,
-        on_assigned: OnPartitions | None = None,
-        on_revoked: OnPartitions | None = None,
-    ) -> GroupReader:
-        """Raises LogError."""
-        self._refuse()
-
-    def _refuse(self) -> Never:
-        raise LogError(f"export {self.folder} is read-only; write to the log of a workspace")
 
     def _open(self) -> None:
         manifest = read_manifest(self.folder)

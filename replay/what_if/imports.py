@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Position, Record
+from rollstream.eventlog.log import EventLog, Position, ReadableLog, Record
 from rollstream.eventlog.reading import read_to_end
 from rollstream.eventlog.terms import BEFORE_LEARNERS
 from rollstream.learner.reading.members import check_members, fetch_records
@@ -32,7 +32,7 @@ FETCHED = 50
 class OpenedExport(NamedTuple):
     """Log and artifacts of an exported run."""
 
-    log: EventLog
+    log: ReadableLog
     artifacts: ArtifactStore
 
 
@@ -67,7 +67,7 @@ async def bring_trajectories(exported: OpenedExport, log: EventLog, planned: Seq
     return moved
 
 
-async def moved_scores(log: EventLog, events: RunEvents, planned: Sequence[Event]) -> AsyncIterator[list[Event]]:
+async def moved_scores(log: ReadableLog, events: RunEvents, planned: Sequence[Event]) -> AsyncIterator[list[Event]]:
     """ReferenceScored of the new run for one manifest after the other, each trajectory's and scorer's once.
 
     `log`: where `events`, of the recorded run, were read. Raises TruncatedError if one is gone.
@@ -112,7 +112,7 @@ def _without(planned: BatchPlanned, found_at: dict[str, Locator]) -> BatchPlanne
     return planned.model_copy(update=update)
 
 
-async def _locators(log: EventLog, wanted: set[str]) -> dict[str, Locator]:
+async def _locators(log: ReadableLog, wanted: set[str]) -> dict[str, Locator]:
     """Locators of wanted trajectories by digest, if the log names them and still holds them."""
     named: dict[str, Locator] = {}
     for topic in ("groups", "batches"):
@@ -129,7 +129,7 @@ async def _locators(log: EventLog, wanted: set[str]) -> dict[str, Locator]:
     return await _still_there(log, named)
 
 
-async def _still_there(log: EventLog, named: dict[str, Locator]) -> dict[str, Locator]:
+async def _still_there(log: ReadableLog, named: dict[str, Locator]) -> dict[str, Locator]:
     """Those locators at which the record still has its digest."""
     begins, ends = await log.begin_offsets("trajectories"), await log.end_offsets("trajectories")
     kept = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollstream.eventlog import codec
 from rollstream.eventlog.attempts import Recorded, attempt_in
-from rollstream.eventlog.log import EventLog, Record
+from rollstream.eventlog.log import ReadableLog, Record
 from rollstream.eventlog.reading import read_to_end
 from rollstream.processors.assemble.trajectories import sum_rewards
 from rollstream.producers.evaluators.table import read, reward_of
@@ -94,7 +94,7 @@ class Grading:
                 )
 
 
-async def grade(log: EventLog, parts: Iterable[Range], grading: Grading) -> dict[str, float | None]:
+async def grade(log: ReadableLog, parts: Iterable[Range], grading: Grading) -> dict[str, float | None]:
     """Reward by trajectory id of every attempt of the grading's groups in the ranges that came to its end; None for one
     that is rejected because a score is missing (`missing_score: reject`).
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, LogReader, Position, Record, TopicPartition
+from rollstream.eventlog.log import LogReader, Position, ReadableLog, Record, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.replay.archive.export import export_run
 from rollstream.replay.archive.log import open_export
@@ -31,20 +31,20 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, new_run: Any, store: 
     events = list(new_run("one").all_events())
 
     @asynccontextmanager
-    async def memory() -> AsyncIterator[EventLog]:
+    async def memory() -> AsyncIterator[ReadableLog]:
         log = MemoryLog(num_partitions=2)
         await log.send_all(events)
         yield log
 
     @asynccontextmanager
-    async def export() -> AsyncIterator[EventLog]:
+    async def export() -> AsyncIterator[ReadableLog]:
         async with memory() as log:
             await export_run(log, "one", tmp_path / "export", artifacts=store)
         async with open_export(tmp_path / "export") as (exported, _):
             yield exported
 
     @asynccontextmanager
-    async def on_kafka() -> AsyncIterator[EventLog]:
+    async def on_kafka() -> AsyncIterator[ReadableLog]:
         from rollstream.eventlog.kafka.log import KafkaLog
 
         kafka: KafkaSettings = request.getfixturevalue("kafka")
@@ -56,7 +56,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, new_run: Any, store: 
     return {"memory": memory, "export": export, "kafka": on_kafka}[request.param]
 
 
-def on(opened: Opened, scenario: Callable[[EventLog], Awaitable[None]]) -> None:
+def on(opened: Opened, scenario: Callable[[ReadableLog], Awaitable[None]]) -> None:
     async def run() -> None:
         async with opened() as log:
             await asyncio.wait_for(scenario(log), 240)
@@ -64,7 +64,7 @@ def on(opened: Opened, scenario: Callable[[EventLog], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-async def partitions(log: EventLog, topic: str) -> list[TopicPartition]:
+async def partitions(log: ReadableLog, topic: str) -> list[TopicPartition]:
     return [TopicPartition(topic, number) for number in range(await log.num_partitions(topic))]
 
 
@@ -73,7 +73,7 @@ async def read_for_ever(reader: LogReader) -> None:
         await reader.poll(timeout_s=0.1)
 
 
-async def read_all(log: EventLog, topic: str, *, max_records: int = 50) -> list[Record]:
+async def read_all(log: ReadableLog, topic: str, *, max_records: int = 50) -> list[Record]:
     ends = await log.end_offsets(topic)
     reader = await log.reader(dict.fromkeys(await partitions(log, topic), -1))
     found: list[Record] = []
@@ -86,7 +86,7 @@ async def read_all(log: EventLog, topic: str, *, max_records: int = 50) -> list[
 
 
 def test_records_are_read_in_order_between_the_offsets(opened: Opened) -> None:
-    async def scenario(log: EventLog) -> None:
+    async def scenario(log: ReadableLog) -> None:
         assert await log.cluster_id()
         for topic in ("tasks", "steps", "groups", "weights"):
             begins, ends = await log.begin_offsets(topic), await log.end_offsets(topic)
@@ -102,7 +102,7 @@ def test_records_are_read_in_order_between_the_offsets(opened: Opened) -> None:
 
 
 def test_records_are_fetched_in_the_order_asked_for(opened: Opened) -> None:
-    async def scenario(log: EventLog) -> None:
+    async def scenario(log: ReadableLog) -> None:
         found = (await read_all(log, "steps"))[-40:]
         asked = [record.position for record in reversed(found)] + [found[0].position] * 2
         assert [record.position for record in await log.fetch(asked)] == asked
@@ -113,7 +113,7 @@ def test_records_are_fetched_in_the_order_asked_for(opened: Opened) -> None:
 
 
 def test_a_reader_can_be_sent_back_and_is_empty_at_the_end(opened: Opened) -> None:
-    async def scenario(log: EventLog) -> None:
+    async def scenario(log: ReadableLog) -> None:
         found = await read_all(log, "weights")
         where = TopicPartition("weights", 0)
         reader: LogReader = await log.reader({where: found[0].offset})
@@ -132,7 +132,7 @@ def test_a_reader_can_be_sent_back_and_is_empty_at_the_end(opened: Opened) -> No
 
 
 def test_a_missing_topic_partition_or_offset_is_named_in_the_error(opened: Opened) -> None:
-    async def scenario(log: EventLog) -> None:
+    async def scenario(log: ReadableLog) -> None:
         far = 10_000_000
         with pytest.raises(TruncatedError, match=rf"{far}.*steps.*partition 0"):
             await log.fetch([Position("steps", 0, far)])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.log import EventLog, Record, TopicPartition
+from rollstream.eventlog.log import ReadableLog, Record, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.replay.archive.export import export_run
 from rollstream.replay.archive.manifest import ExportManifest
@@ -19,11 +19,11 @@ def log_of(*runs: Any) -> MemoryLog:
     return log
 
 
-def export(log: EventLog, run_id: str, folder: Path, store: ArtifactStore, **more: Any) -> ExportManifest:
+def export(log: ReadableLog, run_id: str, folder: Path, store: ArtifactStore, **more: Any) -> ExportManifest:
     return asyncio.run(export_run(log, run_id, folder, artifacts=store, **more))
 
 
-async def records_of(log: EventLog, topic: str) -> list[Record]:
+async def records_of(log: ReadableLog, topic: str) -> list[Record]:
     """All records of a topic, by partition and offset."""
     ends = await log.end_offsets(topic)
     reader = await log.reader({TopicPartition(topic, n): -1 for n in ends})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from rollstream.eventlog.log import EventLog
+from rollstream.eventlog.log import ReadableLog
 from rollstream.harness.cli.export import export
 from rollstream.harness.services import workspace
 from rollstream.replay.archive.log import open_export
@@ -27,7 +27,7 @@ def test_the_option_for_what_is_left_is_proposed_and_obeyed(tmp_path: Path, monk
     left = trajectories.model_copy(update={"partitions": (Covered(begin=first.end, end=first.end), *others)})
     write_manifest(folder, manifest.model_copy(update={"topics": {**manifest.topics, "trajectories": left}}))
 
-    def on_log(_layout: Any, _servers: Any, _client: str, use: Callable[[EventLog], Awaitable[Any]]) -> Any:
+    def on_log(_layout: Any, _servers: Any, _client: str, use: Callable[[ReadableLog], Awaitable[Any]]) -> Any:
         async def opened() -> Any:
             async with open_export(folder) as (log, _):
                 return await use(log)

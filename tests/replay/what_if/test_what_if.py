@@ -3,7 +3,6 @@
 import asyncio
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -12,6 +11,7 @@ import yaml
 from click.testing import CliRunner
 
 from rollstream.eventlog.codec import decode
+from rollstream.eventlog.kafka import log as kafka_log
 from rollstream.eventlog.log import TopicPartition
 from rollstream.eventlog.reading import read_to_end
 from rollstream.harness.cli.main import rollstream
@@ -370,7 +370,7 @@ def test_changed_keys_without_an_effect_on_a_what_if_are_printed(recorded, monke
     file = tmp_path / "what_if.yaml"
     file.write_text(yaml.safe_dump(changes, sort_keys=False))
     monkeypatch.setattr(workspace, "broker_of", lambda *_: nullcontext(None))
-    monkeypatch.setattr(replays, "Source", lambda _: SimpleNamespace(open=lambda: nullcontext((recorded.log, None))))
+    monkeypatch.setattr(kafka_log, "KafkaLog", lambda *_, **__: nullcontext(recorded.log))
     monkeypatch.setattr(replays, "ArtifactStore", lambda _: recorded.artifacts)
     options = ["--bootstrap_servers", "localhost:1", "--workspace", str(tmp_path), "--trust", "--what-if", str(file)]
     result = CliRunner().invoke(rollstream, ["replay", "replayed", *options], catch_exceptions=False)
