@@ -25,7 +25,7 @@ from rollstream.schemas.algorithms import (
     SftSettings,
     VespoSettings,
 )
-from rollstream.schemas.events import JobSucceeded, StepTrained
+from rollstream.schemas.events import BatchPlanned, JobSucceeded, StepTrained
 from rollstream.schemas.policy_gradient import (
     GdpoSettings,
     MaxRlSettings,
@@ -36,6 +36,7 @@ from rollstream.schemas.policy_gradient import (
 )
 from tests.rigs.runs.retrained import assert_retrained, steps_of
 
+DECAY = 0.75
 ALGORITHMS: list[AlgorithmSettings] = [
     GrpoSettings(advantage="max_rl", mini_batches=2, kl_coefficient=0.1),
     GrpoSettings(advantage="group_mean_batch_std"),
@@ -98,6 +99,33 @@ def test_a_stopped_job_goes_on_and_is_trained_again_to_the_same_bits(
         steps = await steps_of(lab)
         assert len({step.weights_sha256 for step in steps.values()}) == 5
         await assert_retrained(lab, job, steps)
+        await assert_retrained(lab, job, steps, first=4)
+
+    asyncio.run(scenario())
+
+
+def averages(batches: list[BatchPlanned]) -> list[float]:
+    """The moving average after each batch, by definition."""
+    average, found = 0.0, []
+    for batch in batches:
+        for member in batch.members:
+            average = DECAY * average + (1 - DECAY) * member.reward
+        found.append(average)
+    return found
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 2, 10])
+def test_a_moving_average_survives_a_restart_and_a_replay_from_a_checkpoint(lab: Any, checkpoint_every: int) -> None:
+    async def scenario() -> None:
+        algorithm = GrpoSettings(advantage="rae", rae_decay=DECAY)
+        job = await lab.submit(num_versions=5, algorithm=algorithm, checkpoint_every=checkpoint_every)
+        planned = await lab.plan(job, 3, seal=False)
+        await lab.work(lab.has(StepTrained, "weights", 3))
+        previous = codec.content_digest(planned[-1])
+        planned += await lab.plan(job, 2, first=3, previous=previous)
+        await lab.work(lab.has(JobSucceeded))
+        steps = await steps_of(lab)
+        assert [steps[v].metrics["baseline/agent"] for v in range(1, 6)] == averages(planned)
         await assert_retrained(lab, job, steps, first=4)
 
     asyncio.run(scenario())
