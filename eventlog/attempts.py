@@ -6,6 +6,7 @@ first RolloutEnded or RolloutFailed decides it.
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal
 
 from rollstream.eventlog import codec
@@ -13,12 +14,27 @@ from rollstream.schemas import ids
 from rollstream.schemas.events.rollouts import RolloutEnded
 
 Incompleteness = Literal["", "incomplete", "digest", "no_score"]
-OVERSAMPLED = "oversampled"
-"""Cause of an attempt that was in progress when enough others of its group were complete."""
-NOT_ALLOWED = "not_allowed"
-"""Cause of the only attempt of a group whose task or weights the local configuration does not allow."""
-ENGINE_ERROR = "engine_error"
-"""Cause of the only attempt of a group whose weights could not be loaded."""
+
+
+class Cause(StrEnum):
+    """Cause of a RolloutFailed."""
+
+    ENVIRONMENT_ERROR = "environment_error"
+    """The environment raised an error or broke its contract."""
+    REWARD_ERROR = "reward_error"
+    """A reward function or an evaluator raised an error."""
+    ENGINE_ERROR = "engine_error"
+    """The engine could not answer, or could not load the weights of the group, which then has this attempt only."""
+    TIMEOUT = "timeout"
+    """The attempt, or its group, took longer than its limit."""
+    PRODUCER_LOST = "producer_lost"
+    """The attempt ended with its producer."""
+    CANCELLED = "cancelled"
+    """The task was cancelled, or its run has ended."""
+    NOT_ALLOWED = "not_allowed"
+    """The local configuration does not allow the task or the weights; the group has this attempt only."""
+    OVERSAMPLED = "oversampled"
+    """It was in progress when enough others of its group were complete."""
 
 
 # Called for every attempt: `dict[int, str]()` takes five times as long.
@@ -80,6 +96,11 @@ def attempt_in(group_id: str, size: int, rollout_id: str) -> tuple[int, int] | N
     """Member and attempt number of a rollout id; None if it is not an attempt of a member of the group."""
     found = ids.attempt_of(group_id, rollout_id)
     return None if found is None or found[0] >= size else found
+
+
+def counts_as_attempt(cause: str) -> bool:
+    """Whether a failed attempt is one of the `max_attempts` of its member."""
+    return cause != Cause.PRODUCER_LOST
 
 
 def is_settled(*, is_complete: bool, is_final: bool, has_open_attempts: bool) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.attempts import Cause
 from rollstream.eventlog.log import Encoded
 from rollstream.producers import user_tasks
 from rollstream.producers.engines.base import Engine
@@ -226,32 +227,32 @@ class _AttemptRunner:
     def timed_out(self) -> Failure:
         """The failure when the time is over."""
         limit_s = self._settings.rollout_timeout_s
-        return Failure("timeout", f"{self._doing} timed out after {limit_s:g} s (rollout_timeout_s)")
+        return Failure(Cause.TIMEOUT, f"{self._doing} timed out after {limit_s:g} s (rollout_timeout_s)")
 
     def failure(self, play: "asyncio.Task[str]") -> Failure | None:
         """The failure of a play that is done; None if it succeeded."""
         if self._session is not None and (failure := self._session.failure) is not None:
-            if failure.cause == "reward_error" and failure.error is not None:
+            if failure.cause == Cause.REWARD_ERROR and failure.error is not None:
                 return Failure(failure.cause, _with_location(failure.error), failure.error)
             return failure
         if play.cancelled():
-            return Failure("environment_error", f"{self._doing} cancelled itself; catch CancelledError in it")
+            return Failure(Cause.ENVIRONMENT_ERROR, f"{self._doing} cancelled itself; catch CancelledError in it")
         error = play.exception()
         if error is None:
             return self._left_open() if self._journal.num_open else None
         if isinstance(error, rewards.RewardError):
-            return Failure("reward_error", message_of(error), error)
+            return Failure(Cause.REWARD_ERROR, message_of(error), error)
         if is_only(error, PromptRefusedError):
-            return Failure("engine_error", describe(error), error)
+            return Failure(Cause.ENGINE_ERROR, describe(error), error)
         text = _with_location(error) if isinstance(error, RollstreamError) else describe(error)
-        return Failure("environment_error", f"{self._doing}: {text}", error)
+        return Failure(Cause.ENVIRONMENT_ERROR, f"{self._doing}: {text}", error)
 
     def _left_open(self) -> Failure:
         """The failure of an environment that went on after a call was left open or could not be recorded."""
         if self._journal.refusal is not None:
-            return Failure("environment_error", f"{self._doing}: {self._journal.refusal}")
+            return Failure(Cause.ENVIRONMENT_ERROR, f"{self._doing}: {self._journal.refusal}")
         unfinished = f"{self._journal.num_open} unfinished calls; await each call before returning"
-        return Failure("environment_error", f"{self._doing} returned with {unfinished}")
+        return Failure(Cause.ENVIRONMENT_ERROR, f"{self._doing} returned with {unfinished}")
 
     async def _run(self, environment: Environment, session: Session) -> str:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollstream.eventlog.attempts import ENGINE_ERROR, NOT_ALLOWED, OVERSAMPLED
+from rollstream.eventlog.attempts import Cause, counts_as_attempt
 from rollstream.eventlog.codec import encode
 from rollstream.eventlog.failpoints import failpoint
 from rollstream.eventlog.log import Encoded, EventLog, Record
@@ -21,7 +21,7 @@ from rollstream.producers.league.opponents import OpponentWeights
 from rollstream.producers.rollout.continuing import RecordedAttempt
 from rollstream.producers.slots import Pace, Slot, Slots
 from rollstream.producers.steps_writer import Outbox, StepsWriter
-from rollstream.producers.takeover import PRODUCER_LOST, ForeignWrites, GroupProgress, MemberState
+from rollstream.producers.takeover import ForeignWrites, GroupProgress, MemberState
 from rollstream.producers.taking_up import continued_attempts, extend
 from rollstream.schemas import ids
 from rollstream.schemas.errors import ModelError, NotAllowedError
@@ -38,8 +38,6 @@ from rollstream.schemas.settings import EXTERNAL, RolloutSettings
 from rollstream.schemas.variables import conceal
 
 RUN_ENDED = "run_ended"
-CANCELLED = "cancelled"
-TIMEOUT = "timeout"
 EXTENSION_SHARE = 0.1
 """Share of a group's time by which a waiting member extends its deadline, and which a killed producer may cost it."""
 MAX_LOST = 8
@@ -153,7 +151,9 @@ class GroupExecution:
                 await self._fail_lost(self.state)
             await self._complete_with_foreign_writes(self.state)
         except (NotAllowedError, ModelError) as error:  # of weights that are waited for; those of a rollout are its own
-            await self._refuse(str(error), NOT_ALLOWED if isinstance(error, NotAllowedError) else ENGINE_ERROR)
+            await self._refuse(
+                str(error), Cause.NOT_ALLOWED if isinstance(error, NotAllowedError) else Cause.ENGINE_ERROR
+            )
         finally:
             self._producer.pace.leave(self.task.group_id)
             self._producer.slots.release(self._first_slot)
@@ -167,7 +167,7 @@ class GroupExecution:
             await self._fail_lost(state)
             await self._complete(state)
 
-    async def _refuse(self, reason: str, cause: str = NOT_ALLOWED) -> None:
+    async def _refuse(self, reason: str, cause: str = Cause.NOT_ALLOWED) -> None:
         """Complete a task of which nothing is run: a group of one rollout, which failed for good with the reason."""
         reason = conceal(reason)
         logger.error("task refused: %s", reason)  # without an id: `finetune` shows each message once
@@ -183,7 +183,7 @@ class GroupExecution:
             return
         stopped = await self._unless_stopped(self._run_missing(state), state)
         if stopped is not None:
-            cause = TIMEOUT if stopped == TIMEOUT else CANCELLED
+            cause = Cause.TIMEOUT if stopped == Cause.TIMEOUT else Cause.CANCELLED
             await self._fail_rest(state, cause, f"its group was stopped: {stopped}")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None], state: GroupProgress | None) -> str | None:
@@ -193,7 +193,7 @@ class GroupExecution:
             while not (task.done() or self._stop.done()):
                 left_s = (state.deadline_ms - self._writer.clock()) / 1000 if state is not None else None
                 if left_s is not None and left_s <= 0:
-                    return TIMEOUT
+                    return Cause.TIMEOUT
                 await asyncio.wait({task, self._stop}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() else self._stop.result()
         finally:
@@ -271,7 +271,7 @@ class GroupExecution:
                 task.add_done_callback(lambda _: state.is_settled and [one.cancel() for one in tasks])
         for index, member in (one for one in missing if not one[1].is_settled):
             for attempt in sorted(member.open_attempts):
-                await self._fail(index, attempt, OVERSAMPLED, "enough of its group are complete", is_final=True)
+                await self._fail(index, attempt, Cause.OVERSAMPLED, "enough of its group are complete", is_final=True)
 
     async def _run_member(self, state: GroupProgress, index: int, member: MemberState) -> None:
         slots = self._producer.slots
@@ -339,7 +339,7 @@ class GroupExecution:
         elif isinstance(event, RolloutEnded):
             self.state.complete(member, attempt)
         elif isinstance(event, RolloutFailed):
-            self.state.fail(member, attempt, is_final=event.is_final, is_counted=event.cause != PRODUCER_LOST)
+            self.state.fail(member, attempt, is_final=event.is_final, is_counted=counts_as_attempt(event.cause))
 
     def _num_failed(self, member: int) -> int:
         return self.state.members[member].num_failed if self.state is not None else 0
@@ -354,9 +354,9 @@ class GroupExecution:
             is_used_up = member.num_failed >= max_attempts or member.next_attempt >= max_attempts + MAX_LOST
             for attempt in sorted(member.open_attempts):
                 is_final = is_used_up and attempt + 1 == member.next_attempt
-                await self._fail(index, attempt, PRODUCER_LOST, "its producer is gone", is_final=is_final)
+                await self._fail(index, attempt, Cause.PRODUCER_LOST, "its producer is gone", is_final=is_final)
             if is_used_up and not member.is_settled:
-                await self._fail_next(index, member, PRODUCER_LOST, "its attempts are used up")
+                await self._fail_next(index, member, Cause.PRODUCER_LOST, "its attempts are used up")
 
     async def _fail_rest(self, state: GroupProgress, cause: str, message: str) -> None:
         """Fail for good what is not settled."""

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rollstream.eventlog import codec
+from rollstream.eventlog.attempts import Cause
 from rollstream.eventlog.log import Record, partition_of
 from rollstream.eventlog.recent_set import RecentSet
 from rollstream.producers.group_execution import (
-    CANCELLED,
     EXTENSION_SHARE,
     RUN_ENDED,
     GroupExecution,
@@ -237,7 +237,7 @@ class PartitionOwner:
             return
         recovered = self._recovered.groups.pop(task.group_id, None)
         self._recovered.attempts.pop(task.group_id, None)
-        cause = CANCELLED if task.group_id in self._cancelled else None
+        cause = Cause.CANCELLED if task.group_id in self._cancelled else None
         cause = RUN_ENDED if task.run_id in self._ended_runs else cause
         held = OpenTask(
             offset, task, recovered, 0 if recovered is None else recovered.deadline_ms - self._writer.clock()
@@ -279,9 +279,9 @@ class PartitionOwner:
 
     def _cancel(self, event: TaskCancelled) -> None:
         if event.group_id in self._runs:
-            self._runs[event.group_id].stop(CANCELLED)
+            self._runs[event.group_id].stop(Cause.CANCELLED)
         elif event.group_id in self._held:
-            self._let_go(self._held[event.group_id], CANCELLED)
+            self._let_go(self._held[event.group_id], Cause.CANCELLED)
         elif not self._is_settled(event.group_id) and event.run_id not in self._ended_runs:
             self._cancelled.add(event.group_id)
 

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.attempts import Recorded, attempt_in, is_group_settled, is_settled
+from rollstream.eventlog.attempts import Recorded, attempt_in, counts_as_attempt, is_group_settled, is_settled
 from rollstream.eventlog.log import ReadableLog, Received, Record, TopicPartition, check_kept
 from rollstream.eventlog.reading import read_to_end
 from rollstream.producers.ended_runs import CommitMetadata
@@ -41,8 +41,6 @@ forged record has a later one, and times out the groups that are open at it.
 """
 MAX_DEADLINE_MS = MAX_TIME_MS - 2**49
 """Latest deadline that an owner moves on, for the same reason."""
-PRODUCER_LOST = "producer_lost"
-"""Cause of an attempt that ended with its producer."""
 LOOKS_BACK = (100, 1000, 10_000)
 """Numbers of earlier records that are read in turn for the event time, where the last ones are not events."""
 
@@ -213,7 +211,7 @@ def _continue(
 def _decide(group: GroupProgress, attempt: Recorded, event: RolloutEnded | RolloutFailed) -> None:
     member, number = attempt.member, attempt.number
     if isinstance(event, RolloutFailed):
-        group.fail(member, number, is_final=event.is_final, is_counted=event.cause != PRODUCER_LOST)
+        group.fail(member, number, is_final=event.is_final, is_counted=counts_as_attempt(event.cause))
     elif not attempt.incompleteness(event):
         group.complete(member, number)
     else:

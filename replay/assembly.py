@@ -11,7 +11,7 @@ from multiprocessing import connection, forkserver
 from types import MappingProxyType
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.attempts import ENGINE_ERROR, NOT_ALLOWED
+from rollstream.eventlog.attempts import Cause
 from rollstream.eventlog.log import ReadableLog, Received, format_position
 from rollstream.eventlog.reading import read_to_end
 from rollstream.processors.assemble import fold as assembly
@@ -194,7 +194,7 @@ def compare(
 def _is_refused(closed: GroupClosed) -> bool:
     """Whether no rollout of a task was run because of a name or requirement in it: its group has one failed attempt."""
     return closed.size == 1 and all(
-        one.outcome == "failed" and one.cause in (NOT_ALLOWED, ENGINE_ERROR) for one in closed.attempts
+        one.outcome == "failed" and one.cause in (Cause.NOT_ALLOWED, Cause.ENGINE_ERROR) for one in closed.attempts
     )
 
 

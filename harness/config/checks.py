@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from rollstream.eventlog.attempts import Cause
 from rollstream.harness.config.secret_texts import (
     is_secret,
     looks_random,
@@ -350,7 +351,7 @@ def _closing_bytes(spec: JobSpec) -> int:
         max_version=plan.num_epochs,
     )
     outcome = AttemptOutcome(
-        rollout_id=rollout_id, member=num_rollouts, attempt=num_attempts, outcome="failed", cause="engine_error"
+        rollout_id=rollout_id, member=num_rollouts, attempt=num_attempts, outcome="failed", cause=Cause.ENGINE_ERROR
     )
     where = Locator(partition=10, offset=10**9)
     member_bytes = len(member.model_dump_json()) + len(where.model_dump_json()) + len(",,")

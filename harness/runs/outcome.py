@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.attempts import Cause
 from rollstream.eventlog.blocking_calls import NeededSpace, retrying
 from rollstream.eventlog.log import EventLog
 from rollstream.harness.runs.earlier_output import list_groups, take_output_dir
@@ -24,8 +25,6 @@ from rollstream.harness.runs.progress import (
 )
 from rollstream.learner.untrained import NOTHING_TRAINED, read_untrained
 from rollstream.processors.curate import gate
-from rollstream.producers.group_execution import CANCELLED
-from rollstream.producers.takeover import PRODUCER_LOST
 from rollstream.schemas import ids
 from rollstream.schemas.config import RunConfig
 from rollstream.schemas.errors import ArtifactError, RollstreamError, StoreUnavailableError
@@ -39,7 +38,7 @@ MAX_REPEATED = 100
 RETRY_S = 0.2
 SHARE_SHOWN = 10
 """Rewards are compared between the first and the last tenth of the last job's epochs."""
-NOT_ITS_OWN = frozenset({PRODUCER_LOST, CANCELLED})
+NOT_ITS_OWN = frozenset({Cause.PRODUCER_LOST, Cause.CANCELLED})
 """Causes of a failed rollout for which neither the environment nor the configuration is to blame."""
 MAX_FAILURE = 160
 """Characters of the most frequent failure of a rollout in the summary."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Literal, cast
 
 from rollstream.eventlog import codec
-from rollstream.eventlog.attempts import OVERSAMPLED
+from rollstream.eventlog.attempts import Cause
 from rollstream.eventlog.log import Received
 from rollstream.processors.assemble.bounds import fitting
 from rollstream.processors.assemble.state import Attempt, Closing, OpenGroup
@@ -26,9 +26,9 @@ def close(group: OpenGroup, received: Received, *, is_timed_out: bool) -> Closin
         if attempt.member in group.complete:
             decide(group, attempt, "superseded")
         elif is_timed_out:
-            decide(group, attempt, "failed", "timeout")
+            decide(group, attempt, "failed", Cause.TIMEOUT)
         else:
-            decide(group, attempt, "superseded", OVERSAMPLED)
+            decide(group, attempt, "superseded", Cause.OVERSAMPLED)
     assembled = [group.complete[member] for member in sorted(group.complete)]
     trajectories = tuple([codec.encode(_trajectory(fields)) for each in assembled for fields in each.trajectories])
     outcomes = cast("Iterable[AttemptOutcome]", group.attempts.values())  # none is in progress now

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollstream.eventlog.artifacts import ArtifactStore
+from rollstream.eventlog.attempts import Cause
 from rollstream.producers.engines.base import (
     Engine,
     Generation,
@@ -81,8 +82,7 @@ class Session:
         self.task_seed = task.seed
         self.member = member
         self.seed = ids.member_seed(task.seed, member)
-        self.epoch = task.epoch
-        self.purpose = task.purpose
+        self.epoch, self.purpose = task.epoch, task.purpose
         self.min_version = task.min_version
         self.max_turns = task.settings.max_turns
         self.agents = tuple(task.settings.agents)
@@ -273,7 +273,7 @@ class Session:
             has_step = step_index is None or self._journal.has_step(step_index)
             check_target(name, step_index, agent, self.agents, is_score=is_score, has_step=has_step)
         except RewardError as error:
-            self.failure = self.failure or Failure("reward_error", str(error), error)
+            self.failure = self.failure or Failure(Cause.REWARD_ERROR, str(error), error)
             raise
         await self._journal.record_reward(
             name=name, value=number, step_index=step_index, agent=agent, is_score=is_score
@@ -387,7 +387,7 @@ class Session:
         try:
             text = await demonstrated(self._demonstrator, self, messages, agent)
         except Exception as error:
-            self.failure = self.failure or Failure("environment_error", f"demonstrator: {describe(error)}", error)
+            self.failure = self.failure or Failure(Cause.ENVIRONMENT_ERROR, f"demonstrator: {describe(error)}", error)
             raise
         return self._encoded(text, group)
 
@@ -397,4 +397,4 @@ class Session:
         return Generation((*token_ids, *([] if token_ids[-1:] == [end] else [end])), (), (), "stop")
 
     def _engine_failed(self, error: Exception) -> None:
-        self.failure = self.failure or Failure("engine_error", describe(error), error)
+        self.failure = self.failure or Failure(Cause.ENGINE_ERROR, describe(error), error)

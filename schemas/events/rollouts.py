@@ -294,7 +294,7 @@ class RolloutFailed(RolloutEvent):
     kind: Literal["rollout_failed"] = "rollout_failed"
     v: Literal[1] = 1
     cause: str
-    """environment_error, reward_error, engine_error, timeout, producer_lost, cancelled, not_allowed."""
+    """environment_error, reward_error, engine_error, timeout, producer_lost, cancelled, not_allowed or oversampled."""
     message: str = ""
     is_final: bool = False
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from rollstream.eventlog.artifacts import ArtifactStore
-from rollstream.eventlog.attempts import OVERSAMPLED
+from rollstream.eventlog.attempts import Cause
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.schemas.events import GroupStarted, RolloutFailed, StepRecorded
 from tests.chaos import chaos_workload
@@ -45,7 +45,7 @@ def test_an_undisturbed_run_matches_the_oracle(tmp_path, seed):
         log, store = MemoryLog(), ArtifactStore(str(tmp_path))
         await write(log, workload, store)
         await Processors(log, store, random.Random(seed)).live()
-        assert any(OVERSAMPLED.encode() in (record.value or b"") for record in await read_all(log, "groups"))
+        assert any(Cause.OVERSAMPLED.encode() in (record.value or b"") for record in await read_all(log, "groups"))
         result = await compare(log, workload, expected)
         assert result.problems == []
         assert result.num_repeats == 0, "an undisturbed run says everything once"
