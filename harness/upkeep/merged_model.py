@@ -43,7 +43,9 @@ async def fetch_version(
     except StoreUnavailableError:
         raise
     except ArtifactError as error:
-        raise ConfigError(f"{named}: its weights do not exist: {removed or error}; choose another one") from error
+        if removed:
+            raise ConfigError(f"{named}: its weights do not exist: {removed}; choose another one") from error
+        raise ConfigError(f"{named}: its weights cannot be read: {error}, or choose another version") from error
 
 
 async def published_version(log: ReadableLog, target: Target) -> tuple[WeightsPublished, str]:

@@ -29,7 +29,7 @@ from rollstream.replay.archive.manifest import ArtifactFile, Covered, ExportMani
 from rollstream.replay.archive.needs import ArtifactNeeds, Need
 from rollstream.replay.archive.staging import Staging
 from rollstream.schemas import ids
-from rollstream.schemas.errors import ArtifactError, ConfigError, LogError
+from rollstream.schemas.errors import ArtifactError, ConfigError, LogError, StoreUnavailableError
 from rollstream.schemas.topics import TOPICS
 
 Report = Callable[[str, int, int], None]
@@ -37,6 +37,7 @@ Report = Callable[[str, int, int], None]
 ORDER = ("groups", "jobs", "weights", "batches", "tasks", "trajectories", "steps", "dlq")
 """Order of the topics: records of the first ones decide which records of the last ones an export needs."""
 POLL_RECORDS = 500
+NOT_COLLECTED = "the file is gone, and no collection removed it"
 
 
 async def export_run(
@@ -250,10 +251,14 @@ class _Export:
         }
         try:
             source = self._artifacts.fetch(need.ref)
-        except ArtifactError:
-            if need.is_required:
+        except ArtifactError as error:
+            missing = self._needs.collected.get(need.ref.sha256, "")
+            is_gone = bool(missing) or isinstance(error.__cause__, FileNotFoundError)
+            if need.is_required or (not is_gone and isinstance(error, StoreUnavailableError)):
                 raise
-            return ArtifactFile(**described, file=None, missing=self._needs.collected.get(need.ref.sha256, ""))
+            if not is_gone and not self._is_partial:
+                raise ArtifactError(f"{need.what}: {error}, or make a partial export without it") from error
+            return ArtifactFile(**described, file=None, missing=missing or (NOT_COLLECTED if is_gone else str(error)))
         try:
             kept = ArtifactStore(str(self._folder / "artifacts")).put_file(source)
         finally:

@@ -16,7 +16,15 @@ from rollstream.replay.archive.log import ExportLog, open_export
 from rollstream.replay.archive.reader import Table
 from rollstream.schemas import events, ids
 from rollstream.schemas.base import Event
-from rollstream.schemas.errors import ArtifactError, ConfigError, DecodeError, LogError, TopicError, TruncatedError
+from rollstream.schemas.errors import (
+    ArtifactError,
+    ConfigError,
+    DecodeError,
+    LogError,
+    StoreUnavailableError,
+    TopicError,
+    TruncatedError,
+)
 from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.topics import TOPICS
 from tests.metrics.export_rig import export, log_of, records_of
@@ -273,11 +281,31 @@ def test_a_run_without_its_base_weights_cannot_be_exported(tmp_path: Path, new_r
     log = log_of(new_run("one"))
     store.remove(weights_ref(new_run("one"), 3))
     manifest = export(log, "one", tmp_path / "export", store, with_weights=True)
-    assert [artifact.what for artifact in manifest.artifacts if artifact.file is None] == ["weights one/policy v3"]
+    gone = [(artifact.what, artifact.missing) for artifact in manifest.artifacts if artifact.file is None]
+    assert gone == [("weights one/policy v3", "the file is gone, and no collection removed it")]
     store.remove(weights_ref(new_run("one"), 0))
     with pytest.raises(ArtifactError, match="cannot be read"):
         export(log, "one", tmp_path / "again", store)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "store"]
+
+
+def test_weights_that_are_damaged_or_out_of_reach_are_not_taken_for_removed_ones(
+    tmp_path: Path, new_run: Any, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, last = log_of(new_run("one")), weights_ref(new_run("one"), 3)
+    store.fetch(last).write_bytes(b"weights?3")
+    with pytest.raises(ArtifactError, match=r"weights one/policy v3: .*wrong hash.*, or make a partial export"):
+        export(log, "one", tmp_path / "export", store, with_weights=True)
+    manifest = export(log, "one", tmp_path / "part", store, with_weights=True, is_partial=True)
+    (missing,) = [artifact.missing for artifact in manifest.artifacts if artifact.file is None]
+    assert "wrong hash" in missing
+
+    def away(ref: ArtifactRef) -> Path:
+        raise StoreUnavailableError("the store does not answer")
+
+    monkeypatch.setattr(store, "fetch", away)
+    with pytest.raises(StoreUnavailableError):
+        export(log, "one", tmp_path / "export", store, with_weights=True, is_partial=True)
 
 
 def test_an_unknown_run_leaves_nothing(tmp_path: Path, new_run: Any, store: ArtifactStore) -> None:

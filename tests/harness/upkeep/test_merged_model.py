@@ -3,14 +3,16 @@
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.harness.config.checks import check_model
-from rollstream.harness.upkeep.merged_model import check_base, published_version
+from rollstream.harness.upkeep import merged_model
+from rollstream.harness.upkeep.merged_model import check_base, fetch_version, published_version
 from rollstream.harness.upkeep.named_version import parse_target
-from rollstream.schemas.errors import ConfigError
+from rollstream.schemas.errors import ArtifactError, ConfigError
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,29 @@ def test_a_base_model_that_is_not_here_is_named_with_the_option_that_gives_it(pa
     with pytest.raises(ConfigError) as refused:
         check_base(path, "run-1@3")
     assert str(refused.value) == f"run-1@3: its base model {why}; give its folder as --base_model"
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ("", "run-1@3: its weights cannot be read: it has the wrong hash; restore it, or choose another version"),
+        ("collected by gc", "run-1@3: its weights do not exist: collected by gc; choose another one"),
+    ],
+)
+def test_damaged_weights_are_not_taken_for_removed_ones(
+    monkeypatch: pytest.MonkeyPatch, removed: str, message: str
+) -> None:
+    async def published(*_: object) -> tuple[SimpleNamespace, str]:
+        return SimpleNamespace(artifact=None), removed
+
+    def fetch(_: object) -> Path:
+        raise ArtifactError("it has the wrong hash; restore it")
+
+    monkeypatch.setattr(merged_model, "published_version", published)
+    store: Any = SimpleNamespace(fetch=fetch)
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(fetch_version(MemoryLog(num_partitions=1), store, parse_target("run-1@3"), "run-1@3"))
+    assert str(refused.value) == message
 
 
 def test_a_missing_folder_below_one_that_exists_is_not_taken_for_a_hub_name(
