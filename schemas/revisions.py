@@ -34,6 +34,8 @@ JOB_REVISIONS: Mapping[int, str] = {
     15: "Rollouts of weight 0 count in the mean of `expert_iteration`, the learning-rate schedule of a retried "
     "fine-tuning job goes on (before, it began again), a reward above `MAX_REWARD_SUM` fails the job, and the KL "
     "penalty of `reinforce_pp` is summed over a rollout (before, over a row).",
+    16: "The ratio that weighs the estimate of `unbiased_kl` is bounded, and an off-policy correction weighs the "
+    "entropy bonus of `mix`, too.",
 }
 """Rules by which the learner trains, by the `JobSettings.revision` that they begin with."""
 PLAN_REVISIONS: Mapping[int, str] = {
@@ -53,7 +55,7 @@ GROUP_REVISIONS: Mapping[int, str] = {
 }
 """Rules of assembly, by the `GroupStarted.revision` that they begin with."""
 
-NEWEST_REVISION: Literal[15] = 15
+NEWEST_REVISION: Literal[16] = 16
 """Value of `JobSettings.revision` in new jobs."""
 NEWEST_PLAN_REVISION: Literal[5] = 5
 """Value of `PlanSettings.revision` in new plans."""
@@ -114,6 +116,10 @@ CHECKS_REWARDS_SINCE = 15
 """A reward that is too large fails the job with the name of its rollout."""
 SUMS_ROLLOUTS_SINCE = 15
 """A KL penalty is summed over all rows of a rollout."""
+BOUNDS_KL_RATIOS_SINCE = 16
+"""The ratio that weighs an unbiased estimate of KL has a bound."""
+WEIGHS_ENTROPY_SINCE = 16
+"""An off-policy correction weighs the entropy bonus of `mix`."""
 
 # ---- plans ----
 

@@ -322,7 +322,7 @@ class JobSettings(Settings):
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
     """Fixed number of CPU threads; part of the conditions for an equal replay."""
-    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15] = added(1)
+    revision: Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16] = added(1)
     """Rules by which the learner trains (`JOB_REVISIONS`); a recorded job keeps those that it was trained by."""
     opponents: OpponentVersions | None = added(None)
     """Versions that a league may draw; None: there is no league."""

@@ -9,12 +9,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollstream.schemas.policy_gradient import KlPenaltySettings
-from rollstream.schemas.revisions import BOUNDS_RECORDED_SINCE, BOUNDS_TARGETS_SINCE, NEWEST_REVISION
+from rollstream.schemas.revisions import (
+    BOUNDS_KL_RATIOS_SINCE,
+    BOUNDS_RECORDED_SINCE,
+    BOUNDS_TARGETS_SINCE,
+    NEWEST_REVISION,
+)
 
 MAX_LOG_RATIO = 20.0
 """A log-ratio counts for no more: some engines write -9999 for a token that they held for hardly possible, and the
 exponential of such a ratio is not finite.
 """
+MAX_KL_RATIO = 20.0
+"""Bound of the ratio that weighs an estimate of KL, as `ratio_max` of dppo and opd is by default."""
 KL_REFERENCE = "kl_reference"
 """Name of the sum of a batch's KL penalties."""
 
@@ -201,13 +208,19 @@ def _kl(tokens: TokenBatch, reference_N: Tensor, settings: KlPenaltySettings, ra
     probability to the policy's (Schulman, "Approximating KL Divergence"; DeepSeekMath, arXiv 2402.03300, equation 4).
 
     With `unbiased_kl` it is weighted by `ratio_N`, that of the policy to the one that sampled: estimate and gradient
-    are then unbiased although that one sampled the tokens (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    are then unbiased although that one sampled the tokens (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The ratio
+    counts as MAX_KL_RATIO at most, and has no gradient above that: a token that was recorded as impossible would else
+    outweigh a batch. Jobs before BOUNDS_KL_RATIOS_SINCE have no such bound.
     """
     log_odds_N = log_ratio(reference_N, tokens.logprobs_N)
     found_N = log_odds_N.exp() - 1 - log_odds_N
     if not settings.unbiased_kl:
         return found_N
-    return (log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp() if ratio_N is None else ratio_N) * found_N
+    if ratio_N is None:
+        ratio_N = log_ratio(tokens.logprobs_N, tokens.behaviour_N).exp()
+    if tokens.revision >= BOUNDS_KL_RATIOS_SINCE:
+        ratio_N = ratio_N.clamp(max=MAX_KL_RATIO)
+    return ratio_N * found_N
 
 
 def with_entropy_bonus(losses: Tensor, entropies: Tensor, coefficient: float) -> Tensor:

@@ -11,6 +11,7 @@ from rollstream.learner.algorithms.base import BatchView, Counts, PerToken, Prep
 from rollstream.learner.algorithms.tokens import Losses, TokenBatch, log_ratio, with_entropy_bonus
 from rollstream.schemas.algorithms import MixSettings
 from rollstream.schemas.policy_gradient import PolicyGradientSettings
+from rollstream.schemas.revisions import WEIGHS_ENTROPY_SINCE
 
 RL, CE, REF_KL = "rl", "ce", "ref_kl"
 
@@ -48,7 +49,10 @@ class Mix(PolicyGradient):
         if tokens.weights_N is not None:
             weight_N = weight_N * tokens.weights_N
         parts = {RL: -weight_N * tokens.advantages_N * tokens.logprobs_N, CE: -tokens.logprobs_N}
-        parts[RL] = with_entropy_bonus(parts[RL], tokens.entropies_N, settings.entropy_coefficient)
+        entropies_N = tokens.entropies_N
+        if tokens.weights_N is not None and tokens.revision >= WEIGHS_ENTROPY_SINCE:
+            entropies_N = tokens.weights_N * entropies_N
+        parts[RL] = with_entropy_bonus(parts[RL], entropies_N, settings.entropy_coefficient)
         target_N = tokens.reference_N if tokens.teacher_N is None else tokens.teacher_N
         if target_N is not None:
             parts[REF_KL] = -weight_N * tokens.log_ratio_to(target_N) * tokens.logprobs_N

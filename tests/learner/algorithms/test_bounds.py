@@ -1,5 +1,6 @@
 """Bounds of losses where a single token is far off: what it weighs, and what metrics say of it."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollstream.learner.algorithms import table
 from rollstream.learner.algorithms.base import BatchView, Counts, Member, Row
 from rollstream.learner.algorithms.builtin.dppo import Dppo
 from rollstream.learner.algorithms.builtin.gspo import Gspo
@@ -14,10 +16,15 @@ from rollstream.learner.algorithms.builtin.kto import reference_point
 from rollstream.learner.algorithms.builtin.mix import Mix
 from rollstream.learner.algorithms.builtin.opd import Opd
 from rollstream.learner.algorithms.builtin.reinforce_pp import ReinforcePp
-from rollstream.learner.algorithms.tokens import MAX_LOG_RATIO, TokenBatch
-from rollstream.schemas.algorithms import DppoSettings, GspoSettings, MixSettings, OpdSettings
-from rollstream.schemas.policy_gradient import ReinforcePpSettings
+from rollstream.learner.algorithms.tokens import MAX_KL_RATIO, MAX_LOG_RATIO, TokenBatch
+from rollstream.schemas.algorithms import BUILT_IN, DppoSettings, GspoSettings, MixSettings, OpdSettings
+from rollstream.schemas.permissions import NOTHING
+from rollstream.schemas.policy_gradient import KlPenaltySettings, ReinforcePpSettings
 from rollstream.schemas.revisions import NEWEST_REVISION
+
+WITH_UNBIASED_KL = [
+    name for name, kind in BUILT_IN.items() if issubclass(kind, KlPenaltySettings) and name != "reinforce_pp"
+]
 
 
 def batch(behaviour: list[float], advantages: list[float], **columns: Any) -> TokenBatch:
@@ -44,6 +51,35 @@ def test_a_token_that_the_teacher_holds_for_impossible_has_a_bounded_gradient(na
     assert gradient_of(algorithm, batch([-1.0], [0.0], **columns), settings) == [MAX_LOG_RATIO]
     before = batch([-1.0], [0.0], **columns, revision=9)
     assert gradient_of(algorithm, before, settings) == [-1.0 - teacher], "a recorded job trains as it did"
+
+
+@pytest.mark.parametrize("name", WITH_UNBIASED_KL)
+def test_one_token_far_off_has_a_bounded_part_in_an_unbiased_estimate_of_kl(name: str) -> None:
+    """Two tokens with a KL penalty alone: their advantages are 0. The second was sampled as it is trained."""
+    settings: Any = BUILT_IN[name].model_validate({"name": name, "kl_coefficient": 1.0, "unbiased_kl": True})
+    algorithm = table.algorithm(name, NOTHING)
+
+    def gradient(far: float, revision: int = NEWEST_REVISION) -> list[float]:
+        columns: dict[str, Any] = {"reference_N": torch.tensor([-1.5, -1.5]), "revision": revision}
+        return gradient_of(algorithm, batch([far, -1.0], [0.0, 0.0], **columns), settings)
+
+    k3_gradient = 1 - math.exp(-0.5)
+    share = 2 if name == "gspo" else 1  # the mean over the sequence
+    for far in (-9.0, -9999.0):
+        assert gradient(far)[0] == pytest.approx(MAX_KL_RATIO * k3_gradient / share, rel=1e-4)
+        assert gradient(far, revision=15)[0] > 500, "a recorded job trains as it did"
+    assert gradient(-3.0) == gradient(-3.0, revision=15), "a ratio within the bound is as it was"
+
+
+@pytest.mark.parametrize(("revision", "share"), [(15, 1.0), (16, 0.25)])
+def test_an_off_policy_correction_weighs_the_entropy_bonus_of_mix(revision: int, share: float) -> None:
+    entropies = torch.ones(1, requires_grad=True)
+    components = {"rl": torch.ones(1), "ce": torch.zeros(1), "ref_kl": torch.zeros(1)}
+    tokens = batch([-1.0], [1.0], components=components, weights_N=torch.tensor([0.25]), revision=revision)
+    settings = MixSettings(entropy_coefficient=0.1)
+    Mix().loss(tokens._replace(entropies_N=entropies), settings).values.sum().backward()
+    assert entropies.grad is not None
+    assert entropies.grad.item() == pytest.approx(-0.1 * share)
 
 
 def test_one_token_far_off_outweighs_a_sequence_of_gspo_unless_dual_clip_bounds_it() -> None:
