@@ -181,15 +181,18 @@ def inner(module: Any) -> Any:
 
 @torch.no_grad()
 def has_plain_head(module: Any) -> bool:
-    """Whether logits are a linear map of the last hidden states: no cap or scale on them, no adapter on the head."""
+    """Whether logits are a linear map of the last hidden states: no cap or scale on them, no adapter on the head.
+
+    Also False where transformers names the whole model as its own decoder, as for Llama 4.
+    """
     model = inner(module)
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         return False
     ids = torch.tensor([[0, 1]], device=head.weight.device)
     module.eval()
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    return torch.equal(head(hidden), module(input_ids=ids, use_cache=False).logits)
+    hidden = getattr(model.get_decoder()(input_ids=ids, use_cache=False), "last_hidden_state", None)
+    return hidden is not None and torch.equal(head(hidden), module(input_ids=ids, use_cache=False).logits)
 
 
 def warn_of_head(settings: ModelSettings, compute_dtype: torch.dtype, *, is_plain: bool) -> None:
