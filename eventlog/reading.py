@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 
 from rollstream.eventlog.codec import decode, kind_of
 from rollstream.eventlog.log import (
@@ -118,7 +118,7 @@ async def read_events(
     log: ReadableLog,
     topics: Sequence[str],
     *,
-    skipped: tuple[str, ...] = (),
+    skipped: Collection[str] = (),
     unreadable: Counter[str] | None = None,
 ) -> AsyncGenerator[Received, None]:
     """Current events of single-partition topics, in order by topic. Records that are not events are left out.

@@ -149,9 +149,9 @@ def stop(run: str, bootstrap_servers: str | None, workspace: Path) -> None:
 def runs(bootstrap_servers: str | None, workspace: Path) -> None:
     """List runs: state, jobs, versions, mean reward of the last epoch."""
     from rollstream.harness.runs.follower import read_runs
-    from rollstream.harness.upkeep.run_tables import runs_table
+    from rollstream.harness.upkeep.run_tables import OF_RUNS, runs_table
 
     async def table(log: "ReadableLog", unreadable: Counter[str]) -> str:
-        return runs_table(await read_runs(log, unreadable, skipped=("batch_planned",)))
+        return runs_table(await read_runs(log, unreadable, needed=OF_RUNS))
 
     print_runs(workspace, bootstrap_servers, table)

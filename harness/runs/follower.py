@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from rollstream.eventlog.codec import event_id_of, kind_of
 from rollstream.eventlog.log import LogReader, ReadableLog, Received, Record, TopicPartition
@@ -22,7 +22,7 @@ from rollstream.learner.progress import evolve as evolve_weights
 from rollstream.schemas import ids
 from rollstream.schemas.base import Event
 from rollstream.schemas.errors import TopicError
-from rollstream.schemas.events import RunContinued, RunStarted, TaskRequested, WeightsCollected
+from rollstream.schemas.events import KINDS, RunContinued, RunStarted, TaskRequested, WeightsCollected
 
 TOPICS = ("groups", "batches", "jobs", "weights")
 
@@ -140,15 +140,16 @@ async def read_runs(
     unreadable: Counter[str] | None = None,
     *,
     topics: Sequence[str] = TOPICS,
-    skipped: tuple[str, ...] = (),
+    needed: Collection[type[Event]] = tuple(KINDS.values()),
 ) -> list[Progress]:
     """Every run of a log in order of its first record, as far as the log says now.
 
-    `unreadable`: see `read_events`; their runs may be missing. `topics`, of which `groups` is the first, and `skipped`,
-    further kinds that are passed over undecoded: what the caller does not need of the progress is not read.
+    `unreadable`: see `read_events`; their runs may be missing. `topics`, of which `groups` is the first, and `needed`,
+    beside which known kinds are passed over undecoded: what the caller does not need of the progress is not read.
     """
     runs: dict[str, Progress] = {}
-    async for received in read_events(log, topics, skipped=(*MOST_RECORDS, *skipped), unreadable=unreadable):
+    skipped = {kind for kind, event_type in KINDS.items() if event_type not in needed} | set(MOST_RECORDS)
+    async for received in read_events(log, topics, skipped=skipped, unreadable=unreadable):
         event = received.event
         runs[event.run_id] = evolve(runs.get(event.run_id, Progress(event.run_id)), event)
     return [progress for progress in runs.values() if progress.run is not None]

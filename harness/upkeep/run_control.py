@@ -9,6 +9,7 @@ from rollstream.harness.runs.follower import progress_of, read_runs
 from rollstream.harness.runs.outcome import is_trained
 from rollstream.harness.runs.plan import look_up
 from rollstream.harness.runs.progress import Progress
+from rollstream.harness.upkeep.run_tables import OF_JOBS
 from rollstream.learner.shared_model_group import FineTuneJob
 from rollstream.learner.shared_model_group.fine_tune_job import cancel_events
 from rollstream.learner.shared_model_group.group_view import view
@@ -78,7 +79,7 @@ async def chosen_runs(log: ReadableLog, chosen: str | None, unreadable: Counter[
     `unreadable`: see `read_runs`. Raises ConfigError for a run or a model group that does not exist.
     """
     if chosen is None:
-        return await read_runs(log, unreadable)
+        return await read_runs(log, unreadable, needed=OF_JOBS)
     run = await progress_of(log, ids.run_of(chosen), unreadable)
     group = model_group_of(chosen)
     named = [job.submitted or job.skipped for job in run.jobs.values()]

@@ -8,13 +8,31 @@ from rollstream.harness.runs.progress import JobProgress, Progress, by_group, re
 from rollstream.learner.shared_model_group import FineTuneJob
 from rollstream.metrics.sql.table import table
 from rollstream.schemas import ids
-from rollstream.schemas.events.run_states import JobState, job_state, run_state
+from rollstream.schemas.events import (
+    BatchPlanned,
+    EpochSealed,
+    JobProgressed,
+    JobStarted,
+    JobSubmitted,
+    LearnerClaimed,
+    RunEnded,
+    RunStarted,
+    StepTrained,
+    WeightsPublished,
+)
+from rollstream.schemas.events.run_states import OUTCOMES, JobState, job_state, run_state
 from rollstream.schemas.settings import ForkPoint
 
 JOBS_COLUMNS = (
     *("run", "job", "kind", "state", "model_group", "algorithm"),
     *("trained", "planned", "at_most", "base", "fork_of"),
 )
+
+_OF_STATES = (RunStarted, RunEnded, JobStarted, JobSubmitted, JobProgressed, *OUTCOMES)
+OF_RUNS = (*_OF_STATES, EpochSealed, LearnerClaimed, WeightsPublished)
+"""Events that `runs_table` is made of."""
+OF_JOBS = (*_OF_STATES, BatchPlanned, LearnerClaimed, StepTrained)
+"""Events that `jobs_table` is made of."""
 
 
 def as_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -2,13 +2,14 @@
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rollstream.eventlog.memory.log import MemoryLog
-from rollstream.harness.runs.follower import read_runs
-from rollstream.harness.upkeep.run_tables import state_of_job
+from rollstream.harness.runs.follower import TOPICS, read_runs
+from rollstream.harness.upkeep.run_tables import OF_JOBS, OF_RUNS, jobs_table, runs_table, state_of_job
 from rollstream.learner.shared_model_group.group_view import view
 from rollstream.metrics.projection.connection import connect
 from rollstream.metrics.projection.projector import project_to_end
@@ -99,6 +100,27 @@ def test_commands_and_the_view_have_the_same_state_of_a_job_in_every_life(tmp_pa
 
     asyncio.run(scenario())
     assert dict(ask(path, "SELECT job_id, state FROM jobs")) == expected
+
+
+def test_tables_of_all_runs_are_made_without_the_events_that_they_do_not_show(synthetic: Any) -> None:
+    async def scenario() -> None:
+        log = MemoryLog(num_partitions=2)
+        for _, _, found in lives():
+            await log.send_all(found)
+        await log.send_all(list(synthetic.all_events()))
+        whole = await read_runs(log)
+        shown = {*OF_RUNS, *OF_JOBS}
+        needless = {kind for kind, one in events.KINDS.items() if one.TOPIC in TOPICS and one not in shown}
+        assert {"weights_loaded", "reference_scored", "submission_received"} < needless
+        for kind in needless:
+            headers = (("ce_type", f"rollstream.{kind}.v1".encode()),)
+            await log.send_raw(events.KINDS[kind].TOPIC, key=b"run-1", value=b"not decoded", headers=headers)
+        for table, needed in ((runs_table, OF_RUNS), (jobs_table, OF_JOBS)):
+            unreadable = Counter[str]()
+            assert table(await read_runs(log, unreadable, needed=needed)) == table(whole)
+            assert not unreadable
+
+    asyncio.run(scenario())
 
 
 def test_no_job_or_epoch_ends_before_it_began_whatever_its_event_time(tmp_path: Path, synthetic: Any) -> None:
