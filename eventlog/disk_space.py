@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ OF_NETWORK = frozenset({"ConnectionError", "TimeoutError", "TransportError", "ga
 """Names of the classes of errors of a connection: Python's, httpx's, and those of libraries above them."""
 AFTER_NETWORK = "client has been closed"
 """Part of the message by which the hub's client shows that its connection failed before."""
+_OF_RUST = re.compile(r"\(os error (\d+)\)")
+"""The number of an error in the messages of safetensors, whose OSErrors have no `errno`."""
 
 
 class Disk(NamedTuple):
@@ -40,7 +43,7 @@ def writing(path: Path | str) -> Iterator[None]:
 
 def is_full(error: BaseException | None) -> bool:
     """Whether an error or one of its causes reports a full disk or quota."""
-    return any(isinstance(one, OSError) and one.errno in FULL for one in with_causes(error))
+    return any(_number_of(one) in FULL for one in with_causes(error))
 
 
 def is_outage(error: BaseException) -> bool:
@@ -48,9 +51,16 @@ def is_outage(error: BaseException) -> bool:
 
     Libraries raise OSError of a wrong name, too. Where the hub's offline mode is on, nothing is expected back.
     """
-    return any(
-        (isinstance(one, OSError) and one.errno in OF_DISKS) or _is_of_network(one) for one in with_causes(error)
-    )
+    return any(_number_of(one) in OF_DISKS or _is_of_network(one) for one in with_causes(error))
+
+
+def _number_of(error: BaseException) -> int | None:
+    """The number of an error of the operating system; None for other errors."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    is_of_rust = isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
+    found = _OF_RUST.search(str(error)) if is_of_rust else None
+    return int(found[1]) if found else None
 
 
 def disk_of(folder: Path) -> Disk:

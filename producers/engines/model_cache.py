@@ -338,17 +338,19 @@ def _pattern(recorded: Mapping[str, Any], key: str, where: str) -> Iterable[tupl
 
 
 def read_weights(path: Path, where: str) -> dict[str, Tensor]:
-    """Tensors of a file by name. Raises ModelError naming file and remedy."""
+    """Tensors of a file by name. Raises ModelError naming file and remedy, OSError if its disk may be back."""
     with named_unreadable(where):
         return load_file(path)
 
 
 @contextmanager
 def named_unreadable(where: str) -> Generator[None]:
-    """Raises ModelError naming a version's file and the remedy where it cannot be read."""
+    """Raises ModelError naming a version's unreadable file and the remedy, OSError if its disk may be back."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
+        if is_outage(error):
+            raise OSError(f"{where} cannot be read for now: {one_line(error)}") from error
         raise ModelError(f"{where} cannot be read: {one_line(error)}; publish the version again") from error
 
 

@@ -69,7 +69,7 @@ def read_base_model(path: str) -> BaseModel:
 
 
 def shapes_in(path: Path, where: str) -> dict[str, Shape]:
-    """Shapes of a safetensors file's tensors by name. Raises ModelError naming file and remedy."""
+    """Shapes of a safetensors file's tensors by name. Raises like `read_weights`."""
     with (
         named_unreadable(where),
         safetensors.safe_open(path, framework="pt") as file,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rollstream.eventlog.artifacts import ArtifactStore
@@ -227,6 +228,36 @@ def test_a_base_model_that_cannot_be_read_for_another_reason_ends_the_follower(
 
     monkeypatch.setattr(weight_follower, "base_model_of", failing)
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+        OSError("Input/output error (os error 5)"),
+        SafetensorError("Error while deserializing: I/O error: Input/output error (os error 5)"),
+    ],
+    ids=["python", "of safetensors", "within safetensors"],
+)
+def test_a_disk_that_fails_while_a_version_is_read_may_be_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    """safetensors reports the error's number in its message only."""
+    _, path, lora = engine_rig.adapter(folder, tmp_path, 1)
+    version = engine_rig.published(folder, weights_format="lora", lora=lora)
+
+    def failing(*arguments: object, **named: object) -> None:
+        raise failure
+
+    async def work(engine: Any) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(model_cache, "load_file", failing)
+            with pytest.raises(OSError, match="cannot be read for now") as raised:
+                await engine.load(version, path)
+        assert is_outage(raised.value)
+        await engine.load(version, path)
+
+    engine_rig.run(work)
 
 
 def test_a_disk_that_fails_while_a_base_model_is_loaded_may_be_back(
