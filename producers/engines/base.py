@@ -302,7 +302,8 @@ class Engine(Protocol):
     async def load(self, published: WeightsPublished, path: Path) -> None:
         """Hold this version: requests made after the return are generated with it; `path` is its verified artifact.
 
-        Raises ModelError if it cannot be loaded; then the version before it stays, and goes on generating as before.
+        Raises ModelError if it cannot be loaded, OSError if its disk may be back; then the version before it stays, and
+        goes on generating as before.
         """
         ...
 

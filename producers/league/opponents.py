@@ -16,6 +16,7 @@ from rollstream.eventlog import terms
 from rollstream.eventlog.artifacts import ArtifactStore
 from rollstream.eventlog.blocking_calls import in_own_thread
 from rollstream.eventlog.codec import decode, kind_of
+from rollstream.eventlog.disk_space import is_outage
 from rollstream.eventlog.log import Position, ReadableLog, Received
 from rollstream.eventlog.reading import MOST_RECORDS, decode_or_none, read_events, read_to_end
 from rollstream.eventlog.recent_set import RecentSet
@@ -252,7 +253,9 @@ class OpponentWeights:
             self._waiting.remove(waiter)
 
     async def _have(self, player: str, most: int) -> None:
-        """Have a held player loaded. Only what loads waits for others that do, and none of it for a store's return."""
+        """Have a held player loaded. Only what loads waits for others that do, and none of it for the return of a store
+        or of a disk.
+        """
         while player not in self._loaded:
             async with self._loading:
                 if player in self._loaded:
@@ -260,7 +263,9 @@ class OpponentWeights:
                 try:
                     await self._load(player, most)
                     break
-                except StoreUnavailableError as error:
+                except (StoreUnavailableError, OSError) as error:
+                    if isinstance(error, OSError) and not is_outage(error):
+                        raise
                     logger.warning("player %s is not loaded yet: %s", player, error)
             await asyncio.sleep(self._retry_s)
         self._loaded[player] = self._loaded.pop(player)

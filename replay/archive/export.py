@@ -253,10 +253,11 @@ class _Export:
             source = self._artifacts.fetch(need.ref)
         except ArtifactError as error:
             missing = self._needs.collected.get(need.ref.sha256, "")
-            is_gone = bool(missing) or isinstance(error.__cause__, FileNotFoundError)
-            if need.is_required or (not is_gone and isinstance(error, StoreUnavailableError)):
+            is_away = isinstance(error, StoreUnavailableError)
+            is_gone = bool(missing) or (isinstance(error.__cause__, FileNotFoundError) and not is_away)
+            if need.is_required or (is_away and not is_gone):
                 raise
-            if not is_gone and not self._is_partial:
+            if need.is_weights and not is_gone and not self._is_partial:
                 raise ArtifactError(f"{need.what}: {error}, or make a partial export without it") from error
             return ArtifactFile(**described, file=None, missing=missing or (NOT_COLLECTED if is_gone else str(error)))
         try:

@@ -43,6 +43,7 @@ class Need(NamedTuple):
     ref: ArtifactRef
     what: str
     is_required: bool
+    is_weights: bool = True
 
 
 @dataclass(slots=True)
@@ -91,12 +92,12 @@ class ArtifactNeeds:
         """The artifacts to copy, each hash once: the required ones first."""
         found: list[Need] = []
         if self.started is not None:
-            found.append(Need(self.started.dataset, "dataset", True))
+            found.append(Need(self.started.dataset, "dataset", is_required=True, is_weights=False))
         weights = sorted(self.weights.items())
         named = [Need(ref, f"weights {group} v{n}", (group, n) in self.bases) for (group, n), ref in weights]
         found += [need for need in named if need.is_required]
         found += [need for need in named if with_weights and not need.is_required]
-        found += [Need(ref, "dead letter", False) for ref in self.letters.values()]
+        found += [Need(ref, "dead letter", is_required=False, is_weights=False) for ref in self.letters.values()]
         return list({need.ref.sha256: need for need in reversed(found)}.values())[::-1]
 
     def _take(self, event: Event, recorded_ms: int) -> None:

@@ -301,11 +301,30 @@ def test_weights_that_are_damaged_or_out_of_reach_are_not_taken_for_removed_ones
     assert "wrong hash" in missing
 
     def away(ref: ArtifactRef) -> Path:
-        raise StoreUnavailableError("the store does not answer")
+        raise StoreUnavailableError("the store does not answer") from FileNotFoundError()
 
     monkeypatch.setattr(store, "fetch", away)
     with pytest.raises(StoreUnavailableError):
         export(log, "one", tmp_path / "export", store, with_weights=True, is_partial=True)
+
+
+def test_a_dead_letter_that_is_damaged_or_of_another_program_fails_no_export(
+    tmp_path: Path, new_run: Any, store: ArtifactStore
+) -> None:
+    log, damaged = log_of(new_run("one")), store.put_bytes(b"a large record")
+    foreign = ArtifactRef(uri="elsewhere/blob.bin", sha256="a" * 64, size_bytes=3)
+
+    async def fill() -> None:
+        for ref in (damaged, foreign):
+            headers = ((REFERENCE, ref.model_dump_json().encode()),)
+            await log.send_raw("dlq", key=b"one/x", value=b"", headers=headers)
+
+    asyncio.run(fill())
+    store.fetch(damaged).write_bytes(b"another record")
+    manifest = export(log, "one", tmp_path / "export", store)
+    first, second = [artifact.missing for artifact in manifest.artifacts if artifact.what == "dead letter"]
+    assert "wrong hash" in first
+    assert "not named by its sha256" in second
 
 
 def test_an_unknown_run_leaves_nothing(tmp_path: Path, new_run: Any, store: ArtifactStore) -> None:

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from rollstream.eventlog.disk_space import is_outage
 from rollstream.eventlog.files import beside, named_beside, own_number
 from rollstream.producers.engines.model_cache import Shape, check_fit
 from rollstream.producers.engines.vllm.base_model import BaseModel, shapes_in
 from rollstream.schemas.errors import ModelError
 from rollstream.schemas.events import WeightsPublished
+from rollstream.schemas.variables import one_line
 
 MAX_NAME = 100
 _ODD = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -107,6 +109,8 @@ def make_version(
     try:
         restore(version)
     except OSError as error:
+        if is_outage(error):
+            raise OSError(f"{where} cannot be copied for now: {one_line(error)}") from error
         made = version.folder
         raise ModelError(
             f"{where} cannot be written to {made}: {error}; free space there, or set engine.folder"

@@ -119,6 +119,29 @@ def test_one_opponent_that_the_store_does_not_give_keeps_no_task_from_those_that
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("message", ["Stale file handle (os error 116)", "no such tensor"])
+def test_an_opponent_whose_disk_fails_is_loaded_again_and_another_error_is_raised(tmp_path, message):
+    async def main():
+        league = League(tmp_path)
+        await league.publish(0, 1)
+        player, load, failures = f"{GROUP}@0", league.engine.load, [OSError(message)]
+
+        async def failing(published, path):
+            if failures:
+                raise failures.pop()
+            await load(published, path)
+
+        league.engine.load = failing
+        if "os error" in message:
+            await league.opponents.hold([player], 1, RUN)
+            assert league.opponents.loaded == (player,)
+        else:
+            with pytest.raises(OSError, match=message):
+                await league.opponents.hold([player], 1, RUN)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("ends", ["cancelled", "failed"])
 def test_an_opponent_whose_load_does_not_end_well_leaves_the_engine(tmp_path, ends):
     async def main():
