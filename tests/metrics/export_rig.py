@@ -9,6 +9,8 @@ from rollstream.eventlog.log import ReadableLog, Record, TopicPartition
 from rollstream.eventlog.memory.log import MemoryLog
 from rollstream.replay.archive.export import export_run
 from rollstream.replay.archive.manifest import ExportManifest
+from rollstream.schemas import events
+from rollstream.schemas.settings import ArtifactRef
 
 
 def log_of(*runs: Any) -> MemoryLog:
@@ -32,3 +34,12 @@ async def records_of(log: ReadableLog, topic: str) -> list[Record]:
         found += await reader.poll(timeout_s=0.1, max_records=50)
     await reader.close()
     return sorted(found, key=lambda record: record.position)
+
+
+def weights_ref(run: Any, version: int) -> ArtifactRef:
+    """The artifact of a version that a run of the conftest publishes."""
+    return next(
+        event.artifact
+        for event in run.all_events()
+        if isinstance(event, events.WeightsPublished) and event.version == version
+    )

@@ -21,13 +21,11 @@ from rollstream.schemas.errors import (
     ConfigError,
     DecodeError,
     LogError,
-    StoreUnavailableError,
     TopicError,
     TruncatedError,
 )
-from rollstream.schemas.settings import ArtifactRef
 from rollstream.schemas.topics import TOPICS
-from tests.metrics.export_rig import export, log_of, records_of
+from tests.metrics.export_rig import export, log_of, records_of, weights_ref
 
 
 def test_small_polls_read_no_record_of_a_file_twice(
@@ -248,14 +246,6 @@ def test_a_base_version_that_adopts_an_earlier_one_is_kept(tmp_path: Path, new_r
     assert kept == ["dataset", "weights one/policy v0", "weights one/policy v1", "weights one/policy v4"]
 
 
-def weights_ref(run: Any, version: int) -> ArtifactRef:
-    return next(
-        event.artifact
-        for event in run.all_events()
-        if isinstance(event, events.WeightsPublished) and event.version == version
-    )
-
-
 def test_artifacts_are_found_by_hash_when_their_store_is_gone(
     tmp_path: Path, new_run: Any, store: ArtifactStore
 ) -> None:
@@ -287,44 +277,6 @@ def test_a_run_without_its_base_weights_cannot_be_exported(tmp_path: Path, new_r
     with pytest.raises(ArtifactError, match="cannot be read"):
         export(log, "one", tmp_path / "again", store)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "store"]
-
-
-def test_weights_that_are_damaged_or_out_of_reach_are_not_taken_for_removed_ones(
-    tmp_path: Path, new_run: Any, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, last = log_of(new_run("one")), weights_ref(new_run("one"), 3)
-    store.fetch(last).write_bytes(b"weights?3")
-    with pytest.raises(ArtifactError, match=r"weights one/policy v3: .*wrong hash.*, or make a partial export"):
-        export(log, "one", tmp_path / "export", store, with_weights=True)
-    manifest = export(log, "one", tmp_path / "part", store, with_weights=True, is_partial=True)
-    (missing,) = [artifact.missing for artifact in manifest.artifacts if artifact.file is None]
-    assert "wrong hash" in missing
-
-    def away(ref: ArtifactRef) -> Path:
-        raise StoreUnavailableError("the store does not answer") from FileNotFoundError()
-
-    monkeypatch.setattr(store, "fetch", away)
-    with pytest.raises(StoreUnavailableError):
-        export(log, "one", tmp_path / "export", store, with_weights=True, is_partial=True)
-
-
-def test_a_dead_letter_that_is_damaged_or_of_another_program_fails_no_export(
-    tmp_path: Path, new_run: Any, store: ArtifactStore
-) -> None:
-    log, damaged = log_of(new_run("one")), store.put_bytes(b"a large record")
-    foreign = ArtifactRef(uri="elsewhere/blob.bin", sha256="a" * 64, size_bytes=3)
-
-    async def fill() -> None:
-        for ref in (damaged, foreign):
-            headers = ((REFERENCE, ref.model_dump_json().encode()),)
-            await log.send_raw("dlq", key=b"one/x", value=b"", headers=headers)
-
-    asyncio.run(fill())
-    store.fetch(damaged).write_bytes(b"another record")
-    manifest = export(log, "one", tmp_path / "export", store)
-    first, second = [artifact.missing for artifact in manifest.artifacts if artifact.what == "dead letter"]
-    assert "wrong hash" in first
-    assert "not named by its sha256" in second
 
 
 def test_an_unknown_run_leaves_nothing(tmp_path: Path, new_run: Any, store: ArtifactStore) -> None:
